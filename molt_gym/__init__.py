@@ -1,0 +1,1 @@
+"""Train language-model agents with reinforcement learning, as a Gymnasium plug-in."""
