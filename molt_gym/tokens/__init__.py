@@ -1,1 +1,10 @@
+"""Token-exact records of a rollout: chat template to ids and back, the graph of turns, the rows to train on.
 
+Promise: a trained token is a token that the policy sampled, in exactly the context it was sampled in. Text is never
+turned back into ids.
+"""
+
+from .generation import Generation, Sampling
+from .trajectory import Failure, Row, Trajectory, read_jsonl, write_jsonl
+
+__all__ = ["Failure", "Generation", "Row", "Sampling", "Trajectory", "read_jsonl", "write_jsonl"]

@@ -1,0 +1,139 @@
+"""What one rollout leaves behind: rows to train on, the transcript, the reward or the reason there is none.
+
+Invariant: the four lists of a row are parallel; a position that was not sampled has mask 0, log-probability 0.0 and
+version -1. The file form is JSON lines that survive any text and any crash: a record ends at a newline byte only.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+UNSAMPLED_VERSION = -1
+
+# JSON joins two escaped surrogates into one character. Written raw, they stay two.
+_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+@dataclass
+class Row:
+    """One sequence to train on, all lists of one length.
+
+    ids: what the engine saw and sampled, in order. mask: 1 where the id was sampled and is to be trained.
+    logprobs, versions: of the sampled ids; 0.0 and -1 elsewhere.
+    """
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+    def __post_init__(self) -> None:
+        for name in ("mask", "logprobs", "versions"):
+            if len(getattr(self, name)) != len(self.ids):
+                raise ValueError(f"row.{name}: {len(getattr(self, name))} values for {len(self.ids)} ids")
+
+
+@dataclass
+class Failure:
+    """Why a rollout has no reward: a short reason that metrics count by, and what was raised."""
+
+    reason: str
+    message: str
+    traceback: str
+
+
+@dataclass
+class Trajectory:
+    """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows."""
+
+    env: str
+    index: int
+    group: int = 0
+    rollout: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    reward: float | None = None
+    turns: int = 0
+    terminated: bool = False
+    truncated: bool = False
+    length_limited: bool = False
+    forks: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    seconds: float = 0.0
+    step: int = 0
+
+    def to_json(self) -> str:
+        """One line of JSON. NumPy numbers and arrays become plain ones.
+
+        Raises:
+            ValueError: a number is NaN or infinite.
+            TypeError: `info` or a message holds something JSON has no form for.
+        """
+        record = vars(self) | {
+            "rows": [vars(row) for row in self.rows],
+            "failure": self.failure and vars(self.failure),
+        }
+        text = _dumps(record, ensure_ascii=False)
+        return text if text.isascii() or _SURROGATE_PAIR.search(text) else _dumps(record, ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Trajectory":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: no JSON, a NaN in it, or fields that are missing, unknown or not parallel.
+        """
+        record = json.loads(text, parse_constant=_refuse_constant)
+        try:
+            rows = [Row(**row) for row in record.pop("rows")]
+            failure = record.pop("failure")
+            return cls(**record, rows=rows, failure=failure and Failure(**failure))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no trajectory record: {error}") from error
+
+
+def write_jsonl(path: str | PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Write one record a line, replacing what was there. Raises as `Trajectory.to_json` does."""
+    with open(path, "wb") as file:
+        for trajectory in trajectories:
+            file.write(trajectory.to_json().encode("utf-8", "surrogatepass") + b"\n")
+
+
+def read_jsonl(path: str | PathLike[str]) -> list[Trajectory]:
+    """Read what `write_jsonl` wrote.
+
+    A last line without its newline that cannot be read was cut by a crash: it is dropped with a warning.
+
+    Raises:
+        ValueError: any other line that is no record; file and line number are named.
+    """
+    trajectories = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                trajectories.append(Trajectory.from_json(line.decode("utf-8", "surrogatepass")))
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{path}:{number}: {error}") from error
+                warnings.warn(f"{path}:{number}: dropped the last record, which is cut off", stacklevel=2)
+    return trajectories
+
+
+def _dumps(record: dict[str, Any], *, ensure_ascii: bool) -> str:
+    return json.dumps(record, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"trajectory: {value!r} has no JSON form; put plain numbers, text, lists and dicts into info")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
