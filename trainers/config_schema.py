@@ -1,0 +1,323 @@
+"""The options of a run, their types, their help and the rules between them.
+
+Invariants: a `Config` that exists is consistent across its components; importing this module loads neither torch nor
+transformers; what `Config.to_toml` writes, `config.load_config` reads back equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("bool", "true and false are not numbers")
+    return value
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """`value` as TOML can hold it (tuples become lists), so that a run's config file tells all of it."""
+    if isinstance(value, dict):
+        return {key: _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{name}: got {value!r} ({type(value).__name__}); write text, a number, true or false, a list or "
+                     "a table, or leave the key out")
+
+
+_NUMBER = BeforeValidator(_no_bool)
+Count = Annotated[int, Ge(1), _NUMBER]
+Natural = Annotated[int, Ge(0), _NUMBER]
+Positive = Annotated[float, Gt(0), _NUMBER]
+NotNegative = Annotated[float, Ge(0), _NUMBER]
+Share = Annotated[float, Ge(0), Le(1), _NUMBER]
+Moment = Annotated[float, Ge(0), Lt(1), _NUMBER]
+Number = Annotated[float, _NUMBER]
+Text = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+Table = Annotated[dict[str, Any], BeforeValidator(lambda value: _plain(value) if isinstance(value, dict) else value)]
+Range = Annotated[tuple[Number, Number] | None,
+                  BeforeValidator(lambda value: ((0.0, 1.0) if value else None) if isinstance(value, bool) else value)]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of all parts: immutable, no unknown keys, no NaN or infinity; the docstring under a field is its help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RolloutConfig(Section):
+    """How rollouts are generated."""
+
+    engine: Literal["transformers"] = "transformers"
+    """What samples tokens."""
+    groups_per_step: Count = 4
+    """Tasks a step trains on; each is played group_size times."""
+    group_size: Count = 8
+    """Rollouts of one task."""
+    max_tokens: Count = 512
+    """Most tokens of one reply."""
+    max_context: Count = 2048
+    """Most tokens of prompt and reply together."""
+    max_turns: Count | None = None
+    """Most replies of a rollout; without it, what the environment was registered with."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the trainer computes its log-probabilities under the same."""
+    top_p: Annotated[float, Gt(0), Le(1), _NUMBER] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: Natural = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+    max_staleness: Natural = 0
+    """Weight versions that a trained token may lag behind; 0 is strictly on-policy."""
+    max_concurrency: Count = 64
+    """Most rollouts in flight."""
+    dtype: Dtype = "auto"
+    """Precision of the sampler; auto follows actor.dtype."""
+    history: Literal["rerender", "keep"] = "rerender"
+    """When only the chat template rewrites earlier turns: render anew (a new branch), or keep what was sampled."""
+    incomplete_group: Literal["keep", "drop"] = "keep"
+    """A group with failed rollouts: train on those that are there, or drop the group."""
+    retries: Natural = 1
+    """New attempts for a rollout that failed."""
+    max_failure_rate: Share = 0.5
+    """Share of failed rollouts above which the run stops."""
+    reset_timeout: Positive = 60.0
+    """Seconds for one reset of the environment."""
+    step_timeout: Positive = 60.0
+    """Seconds for one step of the environment."""
+    generate_timeout: Positive = 600.0
+    """Seconds for one reply."""
+    episode_timeout: Positive = 1800.0
+    """Seconds for one rollout."""
+    template_kwargs: Table = {}
+    """Extra variables of the chat template, such as enable_thinking."""
+    dynamic_filter: Range = None
+    """Train a group only if low < mean score < high: [low, high], or true for [0, 1]; other groups are replaced."""
+
+
+class ImportanceConfig(Section):
+    """Correction for the policy that sampled differing from the policy before the update."""
+
+    level: Literal["auto", "off", "token", "seq", "geo"] = "auto"
+    """What the band gates: a token, a sequence's product or its geometric mean; auto is off on-policy, else geo."""
+    mode: Literal["mask", "clip", "trunc"] = "mask"
+    """Outside the band: weight 0 (mask), clamped to it (clip), or cut at its upper end (trunc)."""
+    low: NotNegative = 0.5
+    """Lower end of the band of the probability ratio."""
+    high: Positive = 2.0
+    """Upper end of the band of the probability ratio."""
+
+
+class AlgorithmConfig(Section):
+    """From rewards to a loss."""
+
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
+    """Advantage estimator."""
+    loss: Literal["ppo", "reinforce"] = "ppo"
+    """Policy loss."""
+    aggregation: Literal["token_mean", "rollout_mean_token_mean", "group_mean_token_mean",
+                         "rollout_mean_token_sum"] = "token_mean"
+    """How token losses become one number, over the whole optimizer window."""
+    token_sum_divisor: Count | None = None
+    """Fixed divisor of rollout_mean_token_sum."""
+    clip_low: Share = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: NotNegative = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: Annotated[float, Gt(1), _NUMBER] | None = None
+    """Bound on the ratio of tokens with a negative advantage."""
+    reward_clip: Positive = 10.0
+    """Rewards are clipped to this size, either sign, before the baseline."""
+    updates_per_batch: Count = 1
+    """Optimizer updates a step, each on an equal share of its groups."""
+    overlong_buffer: Natural = 0
+    """Tokens before rollout.max_tokens over which a long reply loses reward; 0 is off."""
+    overlong_penalty: NotNegative = 1.0
+    """What a reply of full length loses when overlong_buffer is set."""
+    truncation_coefficient: Annotated[float, Le(1), _NUMBER] = 1.0
+    """Factor on the positive reward of a truncated rollout; a negative value replaces the reward."""
+    importance: ImportanceConfig = ImportanceConfig()
+
+
+class ActorConfig(Section):
+    """The model being trained and its optimizer (AdamW)."""
+
+    dtype: Dtype = "auto"
+    """Precision of the forward and backward pass; master weights are float32."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Natural = 0
+    """Optimizer updates over which the learning rate rises."""
+    min_lr_ratio: Share = 0.0
+    """Where linear and cosine end, as a share of lr."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[Moment, Moment] = (0.9, 0.95)
+    """Decay rates of Adam's moments."""
+    eps: Positive = 1e-8
+    """Adam's epsilon."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are clipped to this norm."""
+    micro_batch_tokens: Count = 2048
+    """Most tokens of a forward pass; a longer row gets one of its own."""
+    world_size: Count = 1
+    """Processes that share the update."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks."""
+
+    every: Natural = 0
+    """Steps between evaluations; 0: only before and after."""
+    episodes: Count = 64
+    """Tasks of an evaluation."""
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
+    temperature: NotNegative = 0.0
+    """Sampling temperature; 0 is greedy."""
+    k: Count = 1
+    """Rollouts of a task, for pass@k."""
+    max_turns: Count | None = None
+    """Most replies of a rollout; without it, that of training."""
+    env_kwargs: Table = {}
+    """Environment arguments for evaluation, over those for training."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints to resume from."""
+
+    every: Natural = 10
+    """Steps between checkpoints; 0: only at the end."""
+    keep: Count = 2
+    """Newest checkpoints that stay."""
+    resume: Literal["auto", "never"] = "auto"
+    """Continue from the newest whole checkpoint of the run's folder, or refuse a folder that has one."""
+
+
+class Config(Section):
+    """All that a run needs to know. Build it with `load_config`, which explains what is wrong with it."""
+
+    env: Annotated[Text, Field(min_length=1)]
+    """Environment id."""
+    model: Text | None = None
+    """Hub name, local folder or name of a model at hand; without it, smollm2-135m."""
+    out: Text | None = None
+    """Folder of the run; without it, a new one under runs/."""
+    steps: Count = 40
+    """Training steps."""
+    seed: Natural = 0
+    """Fixes tasks, sampling and order."""
+    placement: Literal["local"] = "local"
+    """Where the parts run: local is this process."""
+    env_kwargs: Table = {}
+    """Arguments of the environment."""
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    actor: ActorConfig = ActorConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts that a full batch holds."""
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def importance_level(self) -> Literal["off", "token", "seq", "geo"]:
+        """`algorithm.importance.level` with auto resolved; off is measured but not applied."""
+        level = self.algorithm.importance.level
+        return ("geo" if self.rollout.max_staleness else "off") if level == "auto" else level
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if problems := list(_contradictions(self)):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The options as TOML, also written to `path` if given; those that are None are left out."""
+        text = tomli_w.dumps(_without_none(self.model_dump()))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8", newline="\n")
+        return text
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: _without_none(value) if isinstance(value, dict) else value
+            for key, value in tree.items() if value is not None}
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """Options that are fine by themselves but not together, each with what to change."""
+    yield from _batch_contradictions(config)
+    yield from _policy_contradictions(config)
+    rollout, evaluation = config.rollout, config.eval
+    if rollout.max_tokens >= rollout.max_context:
+        yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
+               f"{rollout.max_context}; write a smaller max_tokens or a larger max_context")
+    if config.algorithm.overlong_buffer > rollout.max_tokens:
+        yield (f"algorithm.overlong_buffer: {config.algorithm.overlong_buffer} is more than rollout.max_tokens = "
+               f"{rollout.max_tokens}; write at most that")
+    if rollout.dynamic_filter and rollout.dynamic_filter[0] >= rollout.dynamic_filter[1]:
+        yield (f"rollout.dynamic_filter: {list(rollout.dynamic_filter)} admits no group; write [low, high] with "
+               "low < high")
+    if evaluation.k > 1 and evaluation.temperature == 0:
+        yield (f"eval.k: {evaluation.k} greedy rollouts of a task are all the same; write eval.k = 1 or "
+               "eval.temperature > 0")
+
+
+def _batch_contradictions(config: Config) -> Iterator[str]:
+    groups, size = config.rollout.groups_per_step, config.rollout.group_size
+    updates, ranks = config.algorithm.updates_per_batch, config.actor.world_size
+    if size < 2:
+        yield (f"rollout.group_size: {size} with algorithm.estimator = {config.algorithm.estimator!r}, whose baseline "
+               "is made of the other rollouts of the task; write rollout.group_size >= 2")
+    if groups % updates:
+        yield (f"algorithm.updates_per_batch: {updates} does not divide rollout.groups_per_step = {groups}; write a "
+               f"divisor of it or rollout.groups_per_step = {-(-groups // updates) * updates}")
+    elif (rollouts := groups // updates * size) % ranks:
+        yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update "
+               f"(rollout.groups_per_step {groups} / algorithm.updates_per_batch {updates} * rollout.group_size {size}); "
+               f"write a divisor of {rollouts}")
+
+
+def _policy_contradictions(config: Config) -> Iterator[str]:
+    rollout, algorithm, importance = config.rollout, config.algorithm, config.algorithm.importance
+    if importance.level == "off" and rollout.max_staleness:
+        yield (f"algorithm.importance.level: 'off' with rollout.max_staleness = {rollout.max_staleness} would train "
+               "stale tokens as if they were fresh; write 'auto', 'token', 'seq' or 'geo', or rollout.max_staleness = 0")
+    if importance.mode != "mask" and importance.level != "token":
+        yield (f"algorithm.importance.mode: {importance.mode!r} works on tokens; write algorithm.importance.level = "
+               "'token' or mode = 'mask'")
+    if importance.low > importance.high:
+        yield (f"algorithm.importance.low: {importance.low} is above algorithm.importance.high = {importance.high}; "
+               "write low <= high")
+    ratio = "algorithm.loss = 'ppo'" if algorithm.loss == "ppo" else (
+        f"algorithm.importance.level = {importance.level!r}" if config.importance_level != "off" else None)
+    for name, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
+        if ratio and value != off:
+            yield (f"rollout.{name}: {value} with {ratio}: the sampler renormalises over the tokens it kept and the "
+                   f"trainer does not, so every ratio would be off; write rollout.{name} = {off}")
+    if algorithm.loss == "reinforce" and algorithm.updates_per_batch > 1:
+        yield (f"algorithm.updates_per_batch: {algorithm.updates_per_batch} with algorithm.loss = 'reinforce', which "
+               "holds for one update a batch; write algorithm.updates_per_batch = 1 or algorithm.loss = 'ppo'")
+    if algorithm.loss == "reinforce" and algorithm.dual_clip is not None:
+        yield (f"algorithm.dual_clip: {algorithm.dual_clip} with algorithm.loss = 'reinforce', which has no ratio to "
+               "clip; leave it out or write algorithm.loss = 'ppo'")
+    if algorithm.token_sum_divisor is not None and algorithm.aggregation != "rollout_mean_token_sum":
+        yield (f"algorithm.token_sum_divisor: {algorithm.token_sum_divisor} is not used by algorithm.aggregation = "
+               f"{algorithm.aggregation!r}; leave it out or write aggregation = 'rollout_mean_token_sum'")
