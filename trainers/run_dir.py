@@ -1,0 +1,196 @@
+"""The folder of one run: settings, metrics, transcripts, curve, checkpoints, exported model.
+
+Invariants: a run folder is never shared by two runs or two processes. A file that is read back whole (settings,
+transcripts, checkpoints, models) appears under its name only when complete and on disk. Metrics are appended, one JSON
+object a line and on disk before `append_metrics` returns, so a crash costs at most the line it cuts.
+"""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from molt_gym.errors import ConfigError
+from molt_gym.tokens.trajectory import Trajectory, write_jsonl
+
+from .atomic import atomic_path, recover
+
+
+def default_path(env: str, model: str, root: str | os.PathLike[str] = "runs") -> Path:
+    """A free `root/<env>-<model>-<timestamp>`, model being a name, hub id or folder."""
+    model_name = Path(model).name or model
+    stem = re.sub(r"[^\w.-]+", "-", f"{env.split(':')[-1]}-{model_name}-{datetime.now():%Y%m%d-%H%M%S}")
+    path, number = Path(root) / stem, 2
+    while path.exists():
+        path, number = Path(root) / f"{stem}-{number}", number + 1
+    return path
+
+
+def latest_run(env: str | None = None, root: str | os.PathLike[str] = "runs") -> Path | None:
+    """The run under `root` whose metrics or settings changed last; `env` narrows to names that start with that id."""
+    prefix = "" if env is None else re.sub(r"[^\w.-]+", "-", env.split(":")[-1]) + "-"
+    runs = [p for p in Path(root).glob(f"{prefix}*") if (p / "config.toml").is_file()]
+    return max(runs, key=lambda p: max(f.stat().st_mtime for f in p.iterdir()), default=None)
+
+
+class RunDir:
+    """One run's folder, held by this process until `close`.
+
+    Without `resume` the folder must be new or empty; with it, it must hold a run. The layout is in the properties.
+
+    Raises:
+        ConfigError: the folder holds another run (or none, when resuming), or a live process is writing to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.toml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.rollouts_path = self.path / "rollouts"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.model_path = self.path / "model"
+        self.curve_path = self.path / "curve.png"
+        if resume and not self.config_path.is_file():
+            raise ConfigError(f"resume: {self.path} holds no run (no config.toml); name a folder that train wrote")
+        if not resume and _holds_files(self.path):
+            raise ConfigError(f"out: {self.path} is in use; choose a new folder or continue it with --resume")
+        try:
+            for folder in (self.path, self.rollouts_path, self.checkpoints_path):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out: cannot make {error.filename}: {error.strerror}; choose another folder") from error
+        self._lock = _hold(self.path)
+        for folder in (self.path, self.rollouts_path, self.checkpoints_path):
+            recover(folder)
+        self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if resume:
+            self.cut_metrics(None)
+
+    def close(self) -> None:
+        """Let another process have the folder. Idempotent."""
+        for fd in (self._metrics, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._metrics = self._lock = -1
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write_config(self, toml: str) -> None:
+        """Write config.toml, whole."""
+        with atomic_path(self.config_path) as temporary:
+            temporary.write_text(toml, encoding="utf-8")
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Append one line and force it to disk; if that fails (disk full) the file is as it was before.
+
+        Values are numbers (also NumPy's and torch's scalars), strings, booleans or None. NaN and infinities are written
+        as null, which reads: measured, but no finite number. What was not measured has no key.
+
+        Raises:
+            TypeError: a value of another kind; the metric is named.
+            OSError: the disk refused.
+        """
+        line = json.dumps({name: _plain(name, value) for name, value in metrics.items()}, allow_nan=False) + "\n"
+        data, size = line.encode(), os.fstat(self._metrics).st_size
+        try:
+            while data:
+                data = data[os.write(self._metrics, data) :]
+            os.fsync(self._metrics)
+        except OSError:
+            os.ftruncate(self._metrics, size)
+            raise
+
+    def cut_metrics(self, step: int | None) -> None:
+        """Forget what came after `step`: metrics lines (also a half-written one) and transcripts.
+
+        A run resumed from the checkpoint of `step` then leaves the same files as one that was never interrupted.
+        None forgets the half-written line alone.
+        """
+        lines = _whole_lines(self.metrics_path)
+        if step is not None:
+            lines = [line for line in lines if json.loads(line).get("step", 0) <= step]
+            for file in self.rollouts_path.glob("step-*.jsonl"):
+                if int(file.stem.removeprefix("step-")) > step:
+                    file.unlink()
+        with atomic_path(self.metrics_path) as temporary:
+            temporary.write_bytes(b"".join(line + b"\n" for line in lines))
+        os.close(self._metrics)
+        self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All steps so far, as `read_metrics` gives them."""
+        return read_metrics(self.metrics_path)
+
+    def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> Path:
+        """Write the transcripts that `step` trained on to rollouts/step-<6 digits>.jsonl, whole."""
+        path = self.rollouts_path / f"step-{step:06d}.jsonl"
+        with atomic_path(path) as temporary:
+            write_jsonl(temporary, trajectories)
+        return path
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl (or of the one in a run folder), null as NaN.
+
+    A last line that a crash cut is dropped, with a warning.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another line that is no JSON object.
+    """
+    path = Path(path)
+    records = [json.loads(line) for line in _whole_lines(path / "metrics.jsonl" if path.is_dir() else path)]
+    return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
+
+
+def _holds_files(path: Path) -> bool:
+    # A run that was killed before it wrote its settings left empty folders and a lock: that is no run.
+    files = path.rglob("*") if path.is_dir() else [path]
+    return any(file.is_file() and file.stat().st_size for file in files if not file.name.startswith("."))
+
+
+def _plain(name: str, value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise TypeError(f"metric {name}: {value!r} is no number, string, boolean or None")
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """Lines end at a newline byte and nowhere else; ValueError for a whole one that is no JSON object."""
+    *lines, rest = path.read_bytes().split(b"\n")
+    if rest:
+        warnings.warn(f"{path}: dropped the last line, which is cut off", stacklevel=3)
+    for number, line in enumerate(lines, start=1):
+        try:
+            if not isinstance(json.loads(line), dict):
+                raise ValueError("no JSON object")
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    return lines
+
+
+def _hold(folder: Path) -> int:
+    # A POSIX record lock: a killed process frees it and forked children do not inherit it, unlike flock.
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Other errors mean that this file system has no locks.
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(fd)
+            raise ConfigError(f"out: another process is writing to {folder}; choose another folder") from None
+    return fd
