@@ -1,0 +1,88 @@
+"""Policies: whatever answers a conversation with an assistant message.
+
+Anything with `async def reply(messages, tools)` is one. `as_policy` makes one of a function, so that a script, a person
+or a client of some API can play an env.
+"""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from .messages import Conversation, Message
+from .spaces import AssistantMessageSpace
+from .threads import call_in_thread
+
+__all__ = ["Policy", "PolicyFunction", "as_policy"]
+
+PolicyFunction = Callable[[Conversation], Message | str | Awaitable[Message | str]]
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Answers conversations; several at a time may be waiting for their reply."""
+
+    async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
+        """The assistant message that answers `messages`, which may call one of `tools`."""
+        ...
+
+
+def as_policy(policy: Policy | PolicyFunction) -> Policy:
+    """A policy made of `policy`.
+
+    Args:
+        policy: a `Policy` is returned as it is. A function is called with the observation `{"messages": [...], "tools":
+            [...]}` and returns an assistant message or its text. An async function runs on the event loop; a plain one
+            in a thread of its own for each call, so it may block, and is called by several rollouts at a time.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if inspect.isclass(policy):
+        raise TypeError(f"policy: {policy.__name__} is a class; pass an instance, {policy.__name__}(...)")
+    reply = getattr(policy, "reply", None)
+    if inspect.iscoroutinefunction(reply):
+        return policy
+    if callable(reply):
+        return _FunctionPolicy(policy, lambda observation: reply(observation["messages"], observation["tools"]))
+    if callable(policy):
+        return _FunctionPolicy(policy, policy)
+    raise TypeError(
+        f"policy: {policy!r:.200} answers nothing; pass a function from an observation to a message or text, or an "
+        "object with `async def reply(messages, tools)`"
+    )
+
+
+class _FunctionPolicy:
+    def __init__(self, source: Any, function: Callable[[Conversation], Any]) -> None:
+        self._name = getattr(source, "__qualname__", None) or type(source).__name__
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+
+    async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
+        observation = copy.deepcopy({"messages": messages, "tools": tools})
+        if self._is_async:
+            answer = self._function(observation)
+        else:
+            answer = await asyncio.wrap_future(call_in_thread(partial(self._guarded, observation), self._name))
+        return self._message(await answer if inspect.isawaitable(answer) else answer)
+
+    def _guarded(self, observation: Conversation) -> Any:
+        # A future cannot carry StopIteration: its waiter would hang.
+        try:
+            return self._function(observation)
+        except StopIteration as error:
+            raise RuntimeError(f"policy {self._name}: ran out of replies (StopIteration)") from error
+
+    def _message(self, answer: Any) -> Message:
+        if isinstance(answer, str):
+            return {"role": "assistant", "content": answer}
+        if not isinstance(answer, dict):
+            raise TypeError(f"policy {self._name}: returned {answer!r:.200}; return an assistant message or its text")
+        try:
+            AssistantMessageSpace().validate(answer)
+        except ValueError as error:
+            raise ValueError(f"policy {self._name}: returned no assistant message; {error}") from None
+        return copy.deepcopy(answer)

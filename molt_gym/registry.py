@@ -1,0 +1,212 @@
+"""From an id to an env: registration, installed plug-ins, and the check that an env can be trained at all.
+
+Gymnasium's registry is the only one. What is added: plug-ins of the entry-point group `molt_gym.envs` (value: a module
+whose import registers ids) are imported on the first unknown id, a broken one is warned about by name and hurts nothing
+else, and an env that does not speak in messages is refused with advice. To play an env in another process, send
+`find_spec(env_id, **kwargs).to_json()` there and give `EnvSpec.from_json(...)` to `make`; nothing need be imported.
+"""
+
+import copy
+import difflib
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
+
+from .env import ChatEnv
+from .errors import NotAChatEnv, UnknownEnv
+from .spaces import AssistantMessageSpace, ConversationSpace
+
+__all__ = ["PLUGIN_GROUP", "EnvInfo", "find_spec", "list_envs", "load_plugins", "make", "register"]
+
+PLUGIN_GROUP = "molt_gym.envs"
+_VECTOR = "molt_gym.vector:"
+_plugin_errors: dict[EntryPoint, str | None] = {}
+
+
+@dataclass(frozen=True)
+class EnvInfo:
+    """One line about an env: its id, the first line of its docstring, and the package it comes from."""
+
+    id: str
+    summary: str
+    source: str
+
+
+def register(
+    id: str,
+    entry_point: str | type[gym.Env] | Callable[..., gym.Env],
+    *,
+    max_episode_steps: int | None = None,
+    nondeterministic: bool = False,
+    kwargs: dict[str, Any] | None = None,
+    **spec: Any,
+) -> None:
+    """`gymnasium.register` for chat envs: `gym.make_vec(id)` gives a `ChatVectorEnv`, and `list_envs` lists the id.
+
+    Args:
+        id: "[namespace/]Name-v0".
+        entry_point: "module:Class", or the class, which is turned into such a string if it can be imported by one.
+        max_episode_steps: the cap on turns; an episode that reaches it is truncated.
+        nondeterministic: whether equal seeds and actions may give different rewards (judges, sandboxes).
+        kwargs: arguments of the constructor in JSON; they are copied on each make, so name data, never hold it here.
+        **spec: further fields of Gymnasium's `EnvSpec`.
+    """
+    if inspect.isclass(entry_point) and entry_point.__module__ != "__main__":
+        module, name = entry_point.__module__, entry_point.__name__
+        if getattr(sys.modules.get(module), name, None) is entry_point:
+            entry_point = f"{module}:{name}"
+    gym.register(
+        id,
+        entry_point=entry_point,
+        max_episode_steps=max_episode_steps,
+        nondeterministic=nondeterministic,
+        kwargs=kwargs or {},
+        **{"vector_entry_point": _VECTOR + id} | spec,
+    )
+
+
+def find_spec(env_id: str, *, max_episode_steps: int | None = None, **kwargs: Any) -> EnvSpec:
+    """A copy of the spec that an id stands for; an id without "-vN" stands for the latest version.
+
+    Args:
+        env_id: "Name-v0" of a registered env or an installed plug-in, or "module:Name-v0".
+        max_episode_steps: another cap on turns than the registered one.
+        **kwargs: arguments for the constructor, added to the registered ones.
+
+    Raises:
+        UnknownEnv: no module, plug-in or earlier `gym.register` knows the id; the message names the nearest ids.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        _import_module(module, env_id)
+    spec = _registered(name)
+    if spec is None and not module:
+        load_plugins()
+        spec = _registered(name)
+    if spec is None:
+        raise UnknownEnv(_unknown(env_id, name))
+    spec = copy.deepcopy(spec)
+    spec.kwargs.update(kwargs)
+    if max_episode_steps is not None:
+        spec.max_episode_steps = max_episode_steps
+    return spec
+
+
+def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
+    """`gymnasium.make` for chat envs.
+
+    Args:
+        env_id: "Name-v0" of a registered env or an installed plug-in, "module:Name-v0", or a spec.
+        **kwargs: for the constructor of the env, or for `gymnasium.make` (`max_episode_steps`, ...).
+
+    Raises:
+        UnknownEnv: nothing knows the id; the message names the nearest ids.
+        NotAChatEnv: its spaces are not `molt_gym.Conversation` and `molt_gym.AssistantMessage`.
+    """
+    env = gym.make(find_spec(env_id) if isinstance(env_id, str) else env_id, **kwargs)
+    if isinstance(env.observation_space, ConversationSpace) and isinstance(env.action_space, AssistantMessageSpace):
+        return env
+    env.close()
+    name = env.spec.id if env.spec is not None else env_id
+    raise NotAChatEnv(
+        f"{name} is no chat env: its observations are {env.observation_space!r:.200} and its actions "
+        f"{env.action_space!r:.200}. Derive it from molt_gym.ChatEnv, or register a gymnasium.Wrapper around it whose "
+        "observation_space is molt_gym.Conversation(), whose action_space is molt_gym.AssistantMessage(), and which "
+        "turns observations into messages and the text of a reply into an action."
+    )
+
+
+def list_envs() -> list[EnvInfo]:
+    """The chat envs that can be made by id, sorted: built in, from plug-ins, and registered so far in this process.
+
+    An env counts if its class derives from `ChatEnv` or if it was registered through `molt_gym.register`.
+    """
+    load_plugins()
+    found = []
+    for spec in sorted(_foreign_specs(), key=lambda spec: spec.id):
+        try:
+            creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
+        except Exception as error:  # noqa: BLE001  a listing must survive any one env
+            found.append(EnvInfo(spec.id, f"cannot be imported: {type(error).__name__}: {error}", _package(spec)))
+            continue
+        is_ours = str(spec.vector_entry_point).startswith(_VECTOR)
+        if is_ours or (inspect.isclass(creator) and issubclass(creator, ChatEnv)):
+            summary = (inspect.getdoc(creator) or "").strip().partition("\n")[0]
+            found.append(EnvInfo(spec.id, summary, _package(spec)))
+    return found
+
+
+def load_plugins() -> dict[str, str | None]:
+    """Imports the installed plug-ins, each once in a process.
+
+    Returns:
+        The error of each plug-in by its name; None if it was imported.
+    """
+    found = {}
+    for plugin in entry_points(group=PLUGIN_GROUP):
+        if plugin not in _plugin_errors:
+            _plugin_errors[plugin] = _import_plugin(plugin)
+        found[plugin.name] = _plugin_errors[plugin]
+    return found
+
+
+def _import_plugin(plugin: EntryPoint) -> str | None:
+    try:
+        plugin.load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a stranger's module does, others must go on
+        problem = f"{type(error).__name__}: {error}"
+        warnings.warn(f"env plug-in {plugin.name!r} ({plugin.value}) is left out: {problem}", stacklevel=3)
+        return problem
+    return None
+
+
+def _import_module(module: str, env_id: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UnknownEnv(f"{env_id!r}: there is no module {module!r}; install it or put it on PYTHONPATH") from error
+
+
+def _registered(name: str) -> EnvSpec | None:
+    if name in gym.registry:
+        return gym.registry[name]
+    try:
+        namespace, base, version = parse_env_id(name)
+    except gym.error.Error:
+        return None
+    same = [spec for spec in gym.registry.values() if (spec.namespace, spec.name) == (namespace, base)]
+    return max(same, key=lambda spec: spec.version or 0) if same and version is None else None
+
+
+def _unknown(env_id: str, name: str) -> str:
+    ids = {spec.id.lower(): spec.id for spec in _foreign_specs()}
+    near = [ids[key] for key in difflib.get_close_matches(name.lower(), ids, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`molt-gym envs` lists the ids that there are."
+    broken = [plugin for plugin, error in load_plugins().items() if error]
+    note = f" These plug-ins could not be imported: {', '.join(broken)}." if broken else ""
+    return (
+        f"no env is registered as {env_id!r}; {hint}{note} An env of your own: call gymnasium.register({name!r}, "
+        f"entry_point='my_pkg:MyEnv') first, write 'my_module:{name}' if the import of my_module registers it, or "
+        f"install it with an entry point in the group {PLUGIN_GROUP!r}."
+    )
+
+
+def _foreign_specs() -> list[EnvSpec]:
+    """All but the envs that Gymnasium registers for itself."""
+    return [spec for spec in gym.registry.values() if _package(spec) != "gymnasium"]
+
+
+def _package(spec: EnvSpec) -> str:
+    entry = spec.entry_point
+    module = entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
+    return module.partition(".")[0]
