@@ -138,8 +138,7 @@ def _options(
         elif isinstance(value, Mapping):
             yield from _options(value, source, problems, path)
         else:
-            problems.append(f"{'.'.join(path)}{_from(source)}: got {_show(value)}; write a table of options, such as "
-                            f"{path[-1]} = {{{next(iter(_section(path).model_fields))} = ...}}")
+            problems.append(f"{'.'.join(path)}{_from(source)}: got {_show(value)}; write a table of its options")
 
 
 def _resolve(path: Keys, source: str) -> tuple[Keys, FieldInfo | None]:
@@ -255,13 +254,6 @@ def _fields(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, F
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-
-
-def _section(path: Keys) -> type[Section]:
-    section: Any = Config
-    for name in path:
-        section = section.model_fields[name].annotation
-    return section
 
 
 def _from(source: str) -> str:

@@ -290,16 +290,15 @@ def _batch_contradictions(config: Config) -> Iterator[str]:
         yield (f"algorithm.updates_per_batch: {updates} does not divide rollout.groups_per_step = {groups}; write a "
                f"divisor of it or rollout.groups_per_step = {-(-groups // updates) * updates}")
     elif (rollouts := groups // updates * size) % ranks:
-        yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update "
-               f"(rollout.groups_per_step {groups} / algorithm.updates_per_batch {updates} * rollout.group_size {size}); "
-               f"write a divisor of {rollouts}")
+        yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update ({groups // updates} "
+               f"groups of {size}); write a divisor of {rollouts}")
 
 
 def _policy_contradictions(config: Config) -> Iterator[str]:
     rollout, algorithm, importance = config.rollout, config.algorithm, config.algorithm.importance
     if importance.level == "off" and rollout.max_staleness:
         yield (f"algorithm.importance.level: 'off' with rollout.max_staleness = {rollout.max_staleness} would train "
-               "stale tokens as if they were fresh; write 'auto', 'token', 'seq' or 'geo', or rollout.max_staleness = 0")
+               "stale tokens as if they were fresh; write 'auto', 'token', 'seq', 'geo' or rollout.max_staleness = 0")
     if importance.mode != "mask" and importance.level != "token":
         yield (f"algorithm.importance.mode: {importance.mode!r} works on tokens; write algorithm.importance.level = "
                "'token' or mode = 'mask'")

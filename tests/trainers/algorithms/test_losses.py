@@ -1,0 +1,167 @@
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import tensor
+
+from molt_gym.trainers.algorithms.losses import LOSSES, LossOptions, loss, policy_loss, token_weights
+from molt_gym.trainers.algorithms.metrics import add, means
+from molt_gym.trainers.config import AlgorithmConfig
+
+MODES = ["token_mean", "rollout_mean_token_mean", "group_mean_token_mean", "rollout_mean_token_sum"]
+RATIOS = tensor([1.5, 0.5, 1.5, 0.5, 6.0])
+SIGNS = tensor([1.0, 1.0, -1.0, -1.0, -1.0])
+
+
+def token_mean_loss(name, logp, old_logp, advantages, **options):
+    n = len(logp)
+    return policy_loss(name, logp, old_logp, advantages, torch.full((n,), 1 / n), torch.zeros(n, dtype=torch.long),
+                       options=LossOptions(**options))
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, 1.32), ({"dual_clip": 3.0}, 0.72), ({"clip_high": 0.28}, 1.304),
+])
+def test_ppo_on_ratios_inside_and_outside_the_band(options, expected):
+    value, metrics = token_mean_loss("ppo", RATIOS.log(), torch.zeros(5), SIGNS, **options)
+    assert value.item() == pytest.approx(expected, abs=1e-6)
+    assert means(metrics)["policy/clip_fraction"] == pytest.approx(0.4)
+    assert means(metrics)["policy/kl_old"] == pytest.approx(-0.243279, abs=1e-6)
+
+
+def test_ppo_takes_each_token_by_itself():
+    value, metrics = token_mean_loss("ppo", tensor([1.0, -1.0]), torch.zeros(2), torch.ones(2))
+    assert value.item() == pytest.approx(-(1.2 + torch.e**-1) / 2)
+    assert means(metrics)["policy/clip_fraction"] == 0.5
+
+
+def test_the_first_update_has_the_gradient_of_reinforce():
+    logp = torch.randn(6, requires_grad=True)
+    advantages = torch.randn(6)
+    gradients = [torch.autograd.grad(token_mean_loss(name, logp, logp.detach(), advantages)[0], logp)[0]
+                 for name in ("ppo", "reinforce")]
+    torch.testing.assert_close(gradients[0], -advantages / 6)
+    torch.testing.assert_close(gradients[1], -advantages / 6)
+
+
+def test_reinforce_is_minus_advantage_times_log_probability():
+    value, _ = token_mean_loss("reinforce", tensor([-1.0, -2.0]), torch.zeros(2), tensor([1.0, -0.5]))
+    assert value.item() == pytest.approx((1.0 - 1.0) / 2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e4, -1e4, float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_absurd_log_ratio_leaves_loss_and_gradient_finite(value, dtype):
+    logp = tensor([value, -1.0], dtype=dtype, requires_grad=True)
+    result, metrics = token_mean_loss("ppo", logp, tensor([-1.0, -1.0], dtype=dtype), tensor([-1.0, 1.0]))
+    result.backward()
+    assert result.isfinite() and logp.grad.isfinite().all()
+    assert means(metrics)["policy/nan_logprobs"] == (0.5 if value != value else 0)
+
+
+def test_importance_coefficients_scale_token_losses():
+    logp = torch.zeros(2)
+    value, _ = policy_loss("ppo", logp, logp, torch.ones(2), torch.full((2,), 0.5), torch.zeros(2, dtype=torch.long),
+                           coefficients=tensor([0.0, 3.0]))
+    assert value.item() == pytest.approx(-1.5)
+
+
+def test_no_tokens_give_a_loss_of_zero():
+    empty = torch.zeros(0)
+    value, metrics = policy_loss("ppo", empty, empty, empty, empty, empty.long())
+    assert value.item() == 0 and means(metrics) == {}
+
+
+@pytest.mark.parametrize(("mode", "divisor", "expected"), [
+    ("token_mean", None, 7 / 3), ("rollout_mean_token_sum", None, 3.5), ("rollout_mean_token_sum", 7, 0.5),
+    ("rollout_mean_token_mean", None, 2.75),
+])
+def test_aggregation_of_two_rollouts(mode, divisor, expected):
+    weights = token_weights(mode, tensor([2, 1]), tensor([0, 0]), divisor)
+    assert (weights[tensor([0, 0, 1])] * tensor([1.0, 2.0, 4.0])).sum().item() == pytest.approx(expected)
+
+
+def test_group_aggregation_takes_the_token_mean_of_each_group():
+    weights = token_weights("group_mean_token_mean", tensor([2, 1, 1]), tensor([4, 4, 9]))
+    assert (weights * tensor([2.0 + 4.0, 3.0, 7.0])).sum().item() == pytest.approx((9 / 3 + 7) / 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rollouts_without_tokens_are_not_in_the_mean(mode):
+    weights = token_weights(mode, tensor([2, 0, 1, 0]), tensor([0, 0, 0, 1]))
+    torch.testing.assert_close(weights[[0, 2]], token_weights(mode, tensor([2, 1]), tensor([0, 0])))
+    assert weights[[1, 3]].tolist() == [0, 0]
+    assert token_weights(mode, tensor([0]), tensor([0])).tolist() == [0]
+
+
+def test_an_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="got 'mean'; write one of .*token_mean"):
+        token_weights("mean", tensor([1]), tensor([0]))
+
+
+def summed_over(cut, mode, parts):
+    """Loss and gradient of a linear parameter when `parts` (token losses of each rollout) are processed as `cut`."""
+    weights = token_weights(mode, tensor([len(part) for part in parts]), torch.arange(len(parts)) // 2)
+    parameter = torch.ones((), requires_grad=True)
+    total = 0.0
+    for piece in cut:
+        tokens = tensor([value for r in piece for value in parts[r]])
+        spread = torch.cat([weights[r].expand(len(parts[r])) for r in piece])
+        value, _ = policy_loss("reinforce", parameter * tokens, tokens, -torch.ones_like(tokens), spread, tokens.long())
+        value.backward()
+        total += value.item()
+    return total, parameter.grad.item()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("token_mean", 1.2), ("rollout_mean_token_mean", 1.5)])
+@pytest.mark.parametrize("cut", [[[0, 1]], [[0], [1]], [[1], [0]]])
+def test_the_cut_into_micro_batches_does_not_matter(mode, expected, cut):
+    assert summed_over(cut, mode, [[2.0] * 2, [1.0] * 8]) == pytest.approx((expected, expected))
+
+
+def test_a_window_of_two_micro_batches_is_not_a_mean_of_means():
+    assert summed_over([[0], [1]], "token_mean", [[2.0, 2.0, 2.0], [10.0]])[0] == pytest.approx(4.0)
+
+
+@given(data=st.data(), mode=st.sampled_from(MODES), name=st.sampled_from(["ppo", "reinforce"]))
+@settings(max_examples=60, deadline=None)
+def test_loss_gradient_and_metrics_are_the_same_for_every_cut_and_order(data, mode, name):
+    counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    rollouts = torch.repeat_interleave(torch.arange(len(counts)), tensor(counts))
+    logp, old_logp = (torch.randn(len(rollouts), generator=generator) for _ in range(2))
+    advantages = torch.randn(len(counts), generator=generator)
+    weights = token_weights(mode, tensor(counts), torch.arange(len(counts)) // 2)
+
+    def run(cut):
+        leaf, total, metrics = logp.clone().requires_grad_(), 0.0, {}
+        for piece in cut:
+            here = torch.cat([(rollouts == r).nonzero().flatten() for r in piece])
+            value, new = policy_loss(name, leaf[here], old_logp[here], advantages[rollouts][here],
+                                     weights[rollouts][here], rollouts[here])
+            value.backward()
+            total += value.item()
+            add(metrics, new)
+        return tensor(total), leaf.grad, means(metrics)
+
+    order = data.draw(st.permutations(range(len(counts))))
+    split = data.draw(st.integers(0, len(counts)))
+    whole, recut = run([range(len(counts))]), run([piece for piece in (order[:split], order[split:]) if piece])
+    torch.testing.assert_close(recut[0], whole[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(recut[1], whole[1], atol=1e-6, rtol=1e-6)
+    assert recut[2] == pytest.approx(whole[2])
+
+
+def test_the_configuration_offers_exactly_what_is_there():
+    fields = AlgorithmConfig.model_fields
+    assert set(get_args(fields["loss"].annotation)) == set(LOSSES)
+    assert list(get_args(fields["aggregation"].annotation)) == MODES
+
+
+def test_a_new_loss_is_called_by_its_name(monkeypatch):
+    monkeypatch.setattr("molt_gym.trainers.algorithms.losses.LOSSES", dict(LOSSES))
+    loss("flat")(lambda logp, old_logp, advantages, rows, options: (logp, rows > 0))
+    value, metrics = token_mean_loss("flat", tensor([1.0, 3.0]), torch.zeros(2), torch.zeros(2))
+    assert value.item() == 2 and means(metrics)["policy/clip_fraction"] == 0
