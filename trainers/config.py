@@ -197,7 +197,7 @@ def _explain(error: ValidationError, merged: Mapping[str, Any], sources: Mapping
             continue
         name = ".".join(path)
         source = _from(next((where for known, where in sources.items() if known[:len(path)] == path), ""))
-        if problem["type"] == "missing":
+        if problem["type"] == "missing" and len(problem["loc"]) == len(path):
             yield f"{name}: missing; write {_takes(field)}, such as {name} = 'CodeExec-v0'"
         elif problem["type"] == "value_error":
             yield f"{name}{problem['ctx']['error']}{source}"
@@ -232,13 +232,11 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _parse_value(text: str, field: FieldInfo | None) -> Any:
-    kind = field.annotation if field else None
-    alternatives = () if get_origin(kind) is dict else get_args(kind)
-    if text == "none" and type(None) in alternatives:
+    takes = _takes(field) if field else ""
+    if text == "none" and takes.endswith("leave it out"):
         return None
-    is_text = kind is str or str in alternatives or get_origin(kind) is Literal
     try:
-        parsed = {} if is_text else tomllib.loads(f"value = {text}")
+        parsed = {} if takes.startswith(("text", "'")) else tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         parsed = {}
     return parsed["value"] if parsed.keys() == {"value"} else text

@@ -112,7 +112,8 @@ def test_the_order_of_rollouts_does_not_matter(rewards, data):
     order = data.draw(st.permutations(range(n)))
     for name in ALL:
         moved = advantages_of(name, *[[column[i] for i in order] for column in (rewards, groups, tokens)])
-        torch.testing.assert_close(moved, advantages_of(name, rewards, groups, tokens)[list(order)], atol=1e-5, rtol=1e-5)
+        expected = advantages_of(name, rewards, groups, tokens)[list(order)]
+        torch.testing.assert_close(moved, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
