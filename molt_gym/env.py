@@ -52,6 +52,8 @@ class ChatEnv(gym.Env[Conversation, Message], ABC):
         render_mode: "ansi" to get the transcript from `render()`.
     """
 
+    observation_space: ConversationSpace
+    action_space: AssistantMessageSpace
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
     num_tasks: int | None = None
     """How many tasks there are; None: unbounded, any index from 0 on is one."""
@@ -117,7 +119,8 @@ class ChatEnv(gym.Env[Conversation, Message], ABC):
         """Answers an assistant message.
 
         Returns:
-            observation, reward, terminated, truncated (always false here, `TimeLimit` sets it) and info.
+            observation, reward, terminated, truncated (always false here, `TimeLimit` sets it) and info. As always with
+            `TimeLimit`, an env that was truncated can be stepped on, and each such step is truncated again.
 
         Raises:
             ResetNeeded: before `reset`, after the end of an episode, and after `answer` raised.

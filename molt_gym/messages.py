@@ -8,7 +8,8 @@ is legal text. Validation says where a message is wrong; `canonical` irons out t
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from reprlib import repr as _show
 from typing import Any
 
 __all__ = [
@@ -174,8 +175,3 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, str | int | None)
-
-
-def _show(value: Any, limit: int = 80) -> str:
-    shown = repr(value[: limit + 1] if isinstance(value, Sequence) else value)
-    return shown if len(shown) <= limit else f"{shown[:limit]}..."

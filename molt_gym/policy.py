@@ -43,7 +43,7 @@ def as_policy(policy: Policy | PolicyFunction) -> Policy:
     if inspect.isclass(policy):
         raise TypeError(f"policy: {policy.__name__} is a class; pass an instance, {policy.__name__}(...)")
     reply = getattr(policy, "reply", None)
-    if inspect.iscoroutinefunction(reply):
+    if isinstance(policy, Policy) and inspect.iscoroutinefunction(reply):
         return policy
     if callable(reply):
         return _FunctionPolicy(policy, lambda observation: reply(observation["messages"], observation["tools"]))

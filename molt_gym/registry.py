@@ -42,7 +42,7 @@ class EnvInfo:
 
 def register(
     id: str,
-    entry_point: str | type[gym.Env] | Callable[..., gym.Env],
+    entry_point: str | Callable[..., gym.Env],
     *,
     max_episode_steps: int | None = None,
     nondeterministic: bool = False,
@@ -133,7 +133,7 @@ def list_envs() -> list[EnvInfo]:
     found = []
     for spec in sorted(_foreign_specs(), key=lambda spec: spec.id):
         try:
-            creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
+            creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
         except Exception as error:  # noqa: BLE001  a listing must survive any one env
             found.append(EnvInfo(spec.id, f"cannot be imported: {type(error).__name__}: {error}", _package(spec)))
             continue

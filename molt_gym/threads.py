@@ -29,7 +29,8 @@ class Worker:
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Queues a call; its future holds the value or whatever it raised."""
-        self._last = future = Future()
+        future: Future[T] = Future()
+        self._last = future
         self._inbox.put((future, call))
         return future
 

@@ -1,8 +1,8 @@
 """ChatVectorEnv: several envs of one id, each in a thread of its own, stepped at the same time.
 
 `gym.make_vec("CodeExec-v0", num_envs=4)` gives one. The vector entry point of an id is "molt_gym.vector:" + id, because
-Gymnasium does not tell a vector constructor which env it is for. `vectorization_mode="sync"` works as well; "async" needs
-`vector_kwargs={"shared_memory": False}`, since text has no place in a fixed array.
+Gymnasium does not tell a vector constructor which env it is for. `vectorization_mode="sync"` works as well; "async"
+needs `vector_kwargs={"shared_memory": False}`, since text has no place in a fixed array.
 
 Invariants: an env that fails loses nothing of the others; a call never outlasts its deadline; observations and actions
 are tuples of what single envs take and give.
@@ -11,7 +11,7 @@ are tuples of what single envs take and give.
 import concurrent.futures
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from gymnasium.vector.utils import batch_space
 from .errors import EnvFailure
 from .messages import Conversation, Message
 from .registry import make
+from .spaces import AssistantMessageSpace
 from .threads import Worker
 
 __all__ = ["ChatVectorEnv", "VectorEnvFailure"]
@@ -42,7 +43,7 @@ class VectorEnvFailure(EnvFailure):
             reward NaN, and no info.
     """
 
-    def __init__(self, failures: dict[int, EnvFailure], results: tuple[Any, ...]) -> None:
+    def __init__(self, failures: dict[int, EnvFailure], results: Any) -> None:
         first = next(iter(failures.values()))
         super().__init__(first.reason, "; ".join(f"env {i}: {error}" for i, error in failures.items()))
         self.failures = failures
@@ -155,7 +156,7 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
             )
         for i in map(int, np.flatnonzero(~self._over)):
             try:
-                self.single_action_space.validate(actions[i])
+                AssistantMessageSpace().validate(actions[i])
             except ValueError as error:
                 raise ValueError(f"actions[{i}]: {error}") from None
         outcomes, failures = self._run({i: partial(self._step_one, i, action) for i, action in enumerate(actions)})
@@ -189,13 +190,14 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
             observation, info = env.reset()
             return observation, 0.0, False, False, info
         observation, reward, terminated, truncated, info = env.step(action)
+        reward = float(reward)
         if (terminated or truncated) and self.autoreset_mode is AutoresetMode.SAME_STEP:
             final = {"final_obs": observation, "final_info": info}
             observation, info = env.reset()
             info = {**info, **final}
         return observation, reward, terminated, truncated, info
 
-    def _run(self, calls: dict[int, Callable[[], Any]]) -> tuple[dict[int, Any], dict[int, BaseException]]:
+    def _run(self, calls: Mapping[int, Callable[[], Any]]) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """Runs a call for each numbered env in its thread; gives results and errors once all ended or time is up."""
         until = time.monotonic() + self.deadline
         failures: dict[int, BaseException] = {}
@@ -218,16 +220,19 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
 
     def _conclude(self, failures: dict[int, BaseException], results: T) -> T:
         """The results, or the error that stands for the failures: one that is no EnvFailure is a bug and goes first."""
+        failed: dict[int, EnvFailure] = {}
         for i, error in failures.items():
             if not isinstance(error, EnvFailure):
                 error.add_note(f"raised in env {i} of {self!r}")
                 raise error
-        if failures:
-            raise VectorEnvFailure(failures, results)
+            failed[i] = error
+        if failed:
+            raise VectorEnvFailure(failed, results)
         return results
 
     def _batched(self) -> Conversations:
-        return tuple(copy.deepcopy(self._observations))
+        # None only for envs that failed before their first observation, within VectorEnvFailure.results.
+        return tuple(copy.deepcopy(self._observations))  # type: ignore[arg-type]
 
     def _checked_mask(self, mask: Any) -> np.ndarray:
         if mask is None:
