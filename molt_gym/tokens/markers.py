@@ -1,0 +1,218 @@
+"""Control markers: the added tokens of a tokenizer that steer the model, such as `<|im_end|>` or `<think>`.
+
+Invariant: a control id in a prompt was written by the chat template, never by text that spells it. Text is shielded
+before the template sees it: every marker in it, and every edge that could complete one together with its surroundings,
+gives way to a private-use character that occurs nowhere else. What the tokenizer then recognises as a marker is the
+template's; all else gets its characters back and is encoded by a tokenizer that knows no added tokens.
+
+Added tokens that are mere vocabulary (words, white space) are no markers and work in any text as the library does.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+_CACHED_PIECE = 2000
+
+# Templates compare tool schemas with these words, so they reach the template as they are.
+_SCHEMA_WORDS = frozenset(
+    "type function name description parameters properties required items enum default arguments id text "
+    "object string number integer boolean array null true false".split()
+)
+
+
+class Markers:
+    """Finds, shields, encodes and decodes the markers of one tokenizer.
+
+    ids: id of every marker by its text. special: the markers that the tokenizer flags special.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        added = backend.get_added_tokens_decoder()
+        markers = {i: token for i, token in added.items() if token.special or re.search(r"[^\w\s]", token.content)}
+        self.ids = {token.content: i for i, token in markers.items()}
+        self._text_of = {i: text for text, i in self.ids.items()}
+        self._backend = backend
+        self._splitter = _Scanner(added, backend.normalizer)
+        plain = {i: AddedToken(token.content, normalized=token.normalized) for i, token in markers.items()}
+        self.all = _MarkerSet(plain, backend.normalizer)
+        self.special = _MarkerSet({i: plain[i] for i, token in markers.items() if token.special}, backend.normalizer)
+        self._control = frozenset(self._text_of) - {backend.token_to_id(getattr(backend.model, "unk_token", None) or "")}
+        self._spell_first, self._spell = _speller(backend, first=True), _speller(backend, first=False)
+        self._cached_piece = functools.lru_cache(maxsize=4096)(self._encode_piece)
+
+    def encode(self, text: str, shield: "Shield", *, at_start: bool = True) -> list[int]:
+        """Ids of rendered text. `at_start` False: the text continues a sequence."""
+        ids: list[int] = []
+        position = 0
+        for marker, start, end in [*self._splitter.find(text), (None, len(text), len(text))]:
+            if start > position:
+                piece = shield.lift(text[position:start])
+                encode = self._cached_piece if len(piece) < _CACHED_PIECE else self._encode_piece
+                ids.extend(encode(piece, at_start and position == 0))
+            if marker is not None:
+                ids.append(marker)
+            position = end
+        return ids
+
+    def segments(self, ids: Sequence[int]) -> Iterator[tuple[bool, str]]:
+        """The text of ids, cut at control ids: (whether it is one, text). Bytes that are no UTF-8 become U+FFFD."""
+        run: list[int] = []
+        for i in ids:
+            if i in self._text_of:
+                if run:
+                    yield False, self._backend.decode(run, skip_special_tokens=False)
+                yield True, self._text_of[i]
+                run = []
+            else:
+                run.append(i)
+        if run:
+            yield False, self._backend.decode(run, skip_special_tokens=False)
+
+    def _encode_piece(self, text: str, first: bool) -> tuple[int, ...]:
+        encoding = (self._spell_first if first else self._spell).encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        if self._control.isdisjoint(ids):
+            return tuple(ids)
+        start, end = next(span for i, span in zip(ids, encoding.offsets, strict=True) if i in self._control)
+        if end - start < 2:
+            raise ValueError(f"text {text[start:end]!r}: the tokenizer can only write it as a control token")
+        return self._encode_piece(text[: start + 1], first) + self._encode_piece(text[start + 1 :], False)
+
+
+class Shield:
+    """The private-use stand-ins of one request; `data` is everything they must not occur in."""
+
+    def __init__(self, markers: Markers, *data: Any) -> None:
+        self._markers = markers
+        self._free = _unused(data)
+        self._stand_ins: dict[str, str] = {}
+        self._table: dict[int, str] = {}
+
+    def sentinel(self) -> str:
+        """A character that occurs nowhere else."""
+        if (character := next(self._free, None)) is None:
+            raise ValueError("messages: the text uses every private-use character (U+E000 to U+F8FF); leave some out")
+        return character
+
+    def text(self, text: str, *, special_only: bool = False) -> str:
+        """Text in which nothing is, or could become, a marker. `special_only`: leave those not flagged special."""
+        markers = self._markers.special if special_only else self._markers.all
+        text = _without_lone_surrogates(text)
+        for start, end in reversed([*markers.dangling(text := self.whole(text, markers))]):
+            text = text[:start] + self._stand_in(text[start:end]) + text[end:]
+        return text
+
+    def whole(self, text: str, markers: "_MarkerSet | None" = None) -> str:
+        """Text in which no marker is spelled out."""
+        for _, start, end in reversed((markers or self._markers.all).find(text)):
+            text = text[:start] + self._stand_in(text[start:end]) + text[end:]
+        return text
+
+    def value(self, value: Any) -> Any:
+        """A copy of a JSON value with all its strings and keys shielded."""
+        if isinstance(value, str):
+            return value if value in _SCHEMA_WORDS else self.text(value)
+        if isinstance(value, dict):
+            return {self.value(key): self.value(item) for key, item in value.items()}
+        return [self.value(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def lift(self, text: str) -> str:
+        """The text as it was before it was shielded, also where a template wrote it as an escape in JSON."""
+        if self._table:
+            text = text.translate(self._table)
+            if "\\u" in text:
+                for code, raw in self._table.items():
+                    text = text.replace(f"\\u{code:04x}", raw)
+        return text
+
+    def _stand_in(self, raw: str) -> str:
+        if raw not in self._stand_ins:
+            self._stand_ins[raw] = character = self.sentinel()
+            self._table[ord(character)] = raw
+        return self._stand_ins[raw]
+
+
+class _Scanner:
+    """The library's own search for added tokens: leftmost, longest, with its rules on white space and normal forms."""
+
+    def __init__(self, tokens: dict[int, AddedToken], normalizer: Any) -> None:
+        self._scanner = Tokenizer(models.WordLevel({"\0": 0}, unk_token="\0"))
+        if normalizer is not None:
+            self._scanner.normalizer = normalizer
+        self._scanner.add_tokens(list(tokens.values()))
+        self._ids = {self._scanner.token_to_id(token.content): i for i, token in tokens.items()}
+        exact = normalizer is None or not any(token.normalized for token in tokens.values())
+        self._firsts = {token.content[:1] for token in tokens.values()} if exact else None
+
+    def find(self, text: str) -> list[tuple[int, int, int]]:
+        """(id, start, end) of every added token in the text."""
+        if self._firsts is not None and not any(first in text for first in self._firsts):
+            return []
+        encoding = self._scanner.encode(text, add_special_tokens=False)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        return [(self._ids[i], start, end) for i, (start, end) in found if i in self._ids]
+
+
+class _MarkerSet(_Scanner):
+    """Markers whose spelling is searched in text."""
+
+    def __init__(self, tokens: dict[int, AddedToken], normalizer: Any) -> None:
+        super().__init__(tokens, normalizer)
+        texts = [token.content for token in tokens.values()]
+        self._longest = max(map(len, texts), default=0)
+        self._prefixes = {text[:k] for text in texts for k in range(1, len(text))}
+        self._suffixes = {text[k:] for text in texts for k in range(1, len(text))}
+        self._joined = "\0".join(texts)
+
+    def dangling(self, text: str) -> Iterator[tuple[int, int]]:
+        """Spans of one character to shield so that no neighbour of the text can complete a marker with it."""
+        core = text.strip()
+        if not core:
+            return
+        start, end = text.index(core), text.index(core) + len(core)
+        inside = len(core) < self._longest and core in self._joined
+        if inside or any(_ends(side, self._suffixes, self._longest, front=True) for side in (text, core)):
+            yield start, start + 1
+            if end - start == 1:
+                return
+        if any(_ends(side, self._prefixes, self._longest, front=False) for side in (text, core)):
+            yield end - 1, end
+
+
+def _ends(text: str, parts: Iterable[str], longest: int, *, front: bool) -> bool:
+    return any((text[:k] if front else text[-k:]) in parts for k in range(1, min(longest, len(text) + 1)))
+
+
+def _speller(backend: Tokenizer, *, first: bool) -> Tokenizer:
+    """A tokenizer with the same model and no added tokens; `first` False: for text in the middle of a sequence."""
+    speller = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        speller.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        speller.pre_tokenizer = backend.pre_tokenizer if first else _unprefixed(backend.pre_tokenizer)
+    return speller
+
+
+def _unprefixed(step: Any) -> Any:
+    if isinstance(step, pre_tokenizers.Sequence):
+        return pre_tokenizers.Sequence([_unprefixed(part) for part in step])
+    if isinstance(step, pre_tokenizers.Metaspace) and step.prepend_scheme == "first":
+        return pre_tokenizers.Metaspace(step.replacement, prepend_scheme="never", split=step.split)
+    return step
+
+
+def _unused(data: Any) -> Iterator[str]:
+    # ascii() shows a character and its JSON escape spelled out in text alike, so both are avoided.
+    used = ascii(data)
+    yield from (chr(code) for code in _PRIVATE_USE if f"\\u{code:04x}" not in used)
+
+
+def _without_lone_surrogates(text: str) -> str:
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
