@@ -48,6 +48,7 @@ class VectorEnvFailure(EnvFailure):
         super().__init__(first.reason, "; ".join(f"env {i}: {error}" for i, error in failures.items()))
         self.failures = failures
         self.results = results
+        self.args = (failures, results)
 
 
 class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
@@ -229,6 +230,20 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
         if failed:
             raise VectorEnvFailure(failed, results)
         return results
+
+    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+        """As in Gymnasium, whose arrays have the type of their first value, but a later value of another is kept."""
+        for key, value in env_info.items():
+            held = vector_infos.get(key)
+            if not isinstance(held, np.ndarray) or held.dtype == object:
+                continue
+            if held.ndim == 1 and isinstance(value, bool | int | float | np.number | np.bool_):
+                vector_infos[key] = held.astype(np.result_type(held, value))
+            elif not isinstance(value, np.ndarray) or (value.shape, value.dtype) != (held.shape[1:], held.dtype):
+                vector_infos[key] = np.full(self.num_envs, None, dtype=object)
+                for i in np.flatnonzero(vector_infos[f"_{key}"]):
+                    vector_infos[key][i] = held[i]
+        return super()._add_info(vector_infos, env_info, env_num)
 
     def _batched(self) -> Conversations:
         # None only for envs that failed before their first observation, within VectorEnvFailure.results.

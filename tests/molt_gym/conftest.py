@@ -9,6 +9,7 @@ import gymnasium as gym
 import pytest
 
 ECHO = """
+import ast
 import threading
 import time
 
@@ -40,6 +41,8 @@ class EchoEnv(ChatEnv):
                 raise KeyError("on request")
             case ["sleep", seconds]:
                 time.sleep(float(seconds))
+            case ["note", literal]:
+                return Turn(info={"note": ast.literal_eval(literal)})
         info = {"thread": threading.current_thread().name} if said == "thread" else {"said": said}
         return Turn([{"role": "user", "content": f"heard {said}"}], len(said), terminated=said == "stop", info=info)
 """

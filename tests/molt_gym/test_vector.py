@@ -1,4 +1,5 @@
 import gc
+import pickle
 import threading
 import time
 import warnings
@@ -170,6 +171,26 @@ def test_each_env_stays_in_its_own_thread(make_vec, says):
     env.reset(seed=0)
     seen = [env.step(says("thread", "thread"))[4]["thread"].tolist() for _ in range(2)]
     assert seen == [["Echo-v0[0]", "Echo-v0[1]"]] * 2
+
+
+@pytest.mark.parametrize(
+    "notes", [(1, 0.5), (0.5, 1), (True, 2), (1, None), (1, "text"), ("text", 1), (1, [2, 3]), (None, 2.5)]
+)
+def test_infos_of_different_types_keep_their_values(make_vec, says, notes):
+    env = make_vec(2)
+    env.reset(seed=0)
+    infos = env.step(says(*(f"note:{note!r}" for note in notes)))[4]
+    assert infos["note"].tolist() == list(notes)
+
+
+def test_a_failure_can_be_sent_between_processes(make_vec, says):
+    env = make_vec(2)
+    env.reset(seed=0)
+    with pytest.raises(VectorEnvFailure) as caught:
+        env.step(says("fail:judge", "on"))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) == "judge: env 0: judge: on request"
+    assert again.reason == "judge" and again.failures[0].detail == "on request"
 
 
 def test_a_failure_in_one_env_loses_nothing_of_the_others(make_vec, says):
