@@ -139,7 +139,7 @@ def list_envs() -> list[EnvInfo]:
             continue
         is_ours = str(spec.vector_entry_point).startswith(_VECTOR)
         if is_ours or (inspect.isclass(creator) and issubclass(creator, ChatEnv)):
-            summary = (inspect.getdoc(creator) or "").strip().partition("\n")[0]
+            summary = (creator.__doc__ or "").strip().partition("\n")[0]
             found.append(EnvInfo(spec.id, summary, _package(spec)))
     return found
 

@@ -214,6 +214,7 @@ def test_a_class_is_registered_by_its_import_path(echo_module, echo):
     local = type("LocalEnv", (cls,), {})
     molt_gym.register("Local-v0", local)
     assert find_spec("Local-v0").entry_point is local
+    assert {info.id: info.summary for info in molt_gym.list_envs()}["Local-v0"] == ""
     assert molt_gym.make("Local-v0").reset(seed=1) == molt_gym.make("ByClass-v0").reset(seed=1)
 
 
