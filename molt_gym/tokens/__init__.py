@@ -5,6 +5,21 @@ turned back into ids.
 """
 
 from .generation import Generation, Sampling
+from .graph import Prompt, TokenGraph
+from .renderer import Renderer
+from .template import ChatTemplateError
 from .trajectory import Failure, Row, Trajectory, read_jsonl, write_jsonl
 
-__all__ = ["Failure", "Generation", "Row", "Sampling", "Trajectory", "read_jsonl", "write_jsonl"]
+__all__ = [
+    "ChatTemplateError",
+    "Failure",
+    "Generation",
+    "Prompt",
+    "Renderer",
+    "Row",
+    "Sampling",
+    "TokenGraph",
+    "Trajectory",
+    "read_jsonl",
+    "write_jsonl",
+]

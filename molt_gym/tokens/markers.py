@@ -41,7 +41,8 @@ class Markers:
         plain = {i: AddedToken(token.content, normalized=token.normalized) for i, token in markers.items()}
         self.all = _MarkerSet(plain, backend.normalizer)
         self.special = _MarkerSet({i: plain[i] for i, token in markers.items() if token.special}, backend.normalizer)
-        self._control = frozenset(self._text_of) - {backend.token_to_id(getattr(backend.model, "unk_token", None) or "")}
+        unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
+        self._control = frozenset(self._text_of) - {unknown}
         self._spell_first, self._spell = _speller(backend, first=True), _speller(backend, first=False)
         self._cached_piece = functools.lru_cache(maxsize=4096)(self._encode_piece)
 
@@ -121,14 +122,21 @@ class Shield:
             return {self.value(key): self.value(item) for key, item in value.items()}
         return [self.value(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def lift(self, text: str) -> str:
-        """The text as it was before it was shielded, also where a template wrote it as an escape in JSON."""
-        if self._table:
-            text = text.translate(self._table)
-            if "\\u" in text:
-                for code, raw in self._table.items():
-                    text = text.replace(f"\\u{code:04x}", raw)
-        return text
+    def lift(self, value: Any) -> Any:
+        """Text, or the text in a JSON value, as it was before; also where a template wrote it as an escape in JSON."""
+        if not self._table:
+            return value
+        if isinstance(value, dict):
+            return {key: self.lift(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.lift(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        value = value.translate(self._table)
+        if "\\u" in value:
+            for code, raw in self._table.items():
+                value = value.replace(f"\\u{code:04x}", raw)
+        return value
 
     def _stand_in(self, raw: str) -> str:
         if raw not in self._stand_ins:

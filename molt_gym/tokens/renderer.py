@@ -1,0 +1,228 @@
+"""Chat template to ids and back.
+
+Invariants: a prompt holds exactly the control ids that the template writes, whatever the text of its messages; ids that
+the policy sampled are never encoded again; what is appended to them was checked to be what the template itself puts
+there.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from ..messages import Message, text_of
+from .markers import Markers, Shield
+from .parsing import END_THINK, parse_reply
+from .template import QUESTION, ChatTemplate, ChatTemplateError, ending_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Tools = Sequence[Mapping[str, Any]]
+
+_ODD_TEXT = "Compute  1234 + 5.6\n\n\tdéjà vu 😀 (hello), don't!"
+
+
+class Renderer:
+    """Renders conversations with the chat template of a tokenizer, and parses replies. Threads may share one.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        chat_template: a Jinja template, or the name of one of the tokenizer's, to use instead of its own.
+        template_kwargs: variables for the template, such as `{"enable_thinking": False}`.
+
+    Raises:
+        ConfigError: the tokenizer is a slow one, has no chat template, has one that cannot write a user message, or
+            encodes text next to control tokens in a way of its own.
+    """
+
+    stop_token_ids: tuple[int, ...]
+    """Ids that end a reply: of the tokenizer, its generation configuration, and the template's end of turn."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"tokenizer {getattr(tokenizer, 'name_or_path', tokenizer)}: is not a fast tokenizer; load it with "
+                "AutoTokenizer from a folder that holds a tokenizer.json"
+            )
+        self._markers = Markers(tokenizer.backend_tokenizer)
+        self._template = ChatTemplate(tokenizer, self._markers, chat_template, template_kwargs or {})
+        self._check_encoding(tokenizer)
+        self.stop_token_ids = tuple(dict.fromkeys([*_configured_stops(tokenizer), *self._ends_of_turn()]))
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a conversation, with the header of the next reply if `add_generation_prompt`.
+
+        Raises:
+            ValueError: there are no messages, or one has an unknown role or a part that is no text.
+            ChatTemplateError: the template refuses the conversation.
+        """
+        if not messages:
+            raise ValueError("messages: there are none; give at least one")
+        if tools and not self._template.style.tools:
+            warnings.warn(f"chat template of {self._template.name}: drops tools; describe them in text", stacklevel=2)
+        shield = self._template.shield(messages, tools)
+        prepared = self._template.prepare(messages, shield)
+        text = self._template.write(prepared, shield.value(tools), header=add_generation_prompt)
+        return self._markers.encode(text, shield)
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        new_messages: Sequence[Message],
+        tools: Tools,
+        sampled_ids: Sequence[int],
+        *,
+        keep: bool = False,
+    ) -> list[int] | None:
+        """Context to append to `sampled_ids`, which were sampled as `reply` to `messages`.
+
+        It is what the template puts after the reply, then the new messages, then the header of the next reply. A stop
+        token that was sampled and that the template has in the same place is not written twice.
+
+        Args:
+            keep: go on from the sampled ids also where the template would now write the history differently (without
+                the reasoning of earlier turns, say).
+
+        Returns:
+            Ids, or None where the template would write the history differently.
+        """
+        template = self._template
+        shield = template.shield(messages, reply, new_messages, tools)
+        sentinel = shield.sentinel()
+        schemas, calls = shield.value(tools), bool(reply.get("tool_calls"))
+        before = template.prepare(messages, shield)
+        new = template.prepare(new_messages, shield, first=len(messages) + 1)
+        end = template.prepare([ending_in(sentinel, reply)], shield, first=len(messages))
+        try:
+            tail = template.after_reply(sentinel, before + end, new, schemas, calls=calls)
+            if tail is None or not self._appends(before, reply, new, schemas, tail, sampled_ids, shield):
+                if not keep:
+                    return None
+                ask = template.prepare([QUESTION], shield)
+                tail = template.after_reply(sentinel, ask + end, new, schemas, calls=calls)
+        except ChatTemplateError:
+            return None
+        if tail is None:
+            return None
+        ids = self._markers.encode(tail, shield, at_start=False)
+        ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids and ids[:1] == [sampled_ids[-1]]
+        return ids[1:] if ended else ids
+
+    def parse(
+        self, ids: Sequence[int], messages: Sequence[Message] = (), tools: Tools = (), *, stop: Sequence[str] = ()
+    ) -> Message:
+        """The assistant message that sampled ids spell. Never raises on what a model wrote.
+
+        Where the tokenizer has ids for `<think>`, `<tool_call>` and the like, only these count: text that spells them
+        is content.
+
+        Args:
+            messages: what the reply answers; the ids of its tool calls go on from theirs.
+            tools: schemas that say which arguments are strings.
+            stop: stop strings; the message ends before the first of them.
+        """
+        if len(ids) and ids[-1] in self.stop_token_ids:
+            ids = ids[:-1]
+        segments = list(self._markers.segments(ids))
+        raw = "".join(text for _, text in segments)
+        room = min((raw.index(string) for string in stop if string and string in raw), default=len(raw))
+        shield = self._template.shield(raw)
+        text = ""
+        for control, segment in segments:
+            segment = segment[:room]
+            room -= len(segment)
+            text += segment if control else shield.whole(segment)
+        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+        return shield.lift(parse_reply(text, thinking=self._template.style.thinking, tools=tools, first_call=calls))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
+        return "".join(text for _, text in self._markers.segments(ids))
+
+    def _appends(
+        self,
+        before: list[Message],
+        reply: Message,
+        new: list[Message],
+        tools: Sequence[Any],
+        tail: str,
+        sampled_ids: Sequence[int],
+        shield: Shield,
+    ) -> bool:
+        """Whether the template, given the whole conversation, writes the prompt, all of the reply, and the tail."""
+        prompt = self._template.write(before, tools, header=True)
+        written = self._template.prepare([reply], shield, first=len(before))
+        text = self._template.write([*before, *written, *new], tools, header=True)
+        if len(text) < len(prompt) + len(tail) or not (text.startswith(prompt) and text.endswith(tail)):
+            return False
+        middle = text[len(prompt) : len(text) - len(tail)]
+        parts = [shield.text(text_of(reply), special_only=True), shield.text(reply.get("reasoning_content") or "")]
+        parts += [shield.text(call["function"]["name"]) for call in reply.get("tool_calls") or ()]
+        thought = self._markers.ids.get(END_THINK)
+        closes = END_THINK in self.decode(sampled_ids) if thought is None else thought in sampled_ids
+        # A reply of no reasoning shows only in its markers whether its empty block was dropped or put in.
+        return closes == (END_THINK in middle) and all(part.strip() in middle for part in parts)
+
+    def _check_encoding(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        user = {"role": "user", "content": _ODD_TEXT}
+        reply = {"role": "assistant", "content": "hello"}
+        system = {"role": "system", "content": _ODD_TEXT}
+        for messages in ([user], [user, reply, user], [system, user]):
+            shield = self._template.shield(messages)
+            try:
+                text = self._template.write(self._template.prepare(messages, shield), (), header=True)
+            except ChatTemplateError:
+                continue
+            ids = self._markers.encode(text, shield)
+            expected = tokenizer.backend_tokenizer.encode(shield.lift(text), add_special_tokens=False).ids
+            if ids != expected:
+                place = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), len(ids))
+                raise ConfigError(
+                    f"tokenizer {self._template.name}: encodes text next to control tokens in a way of its own (id "
+                    f"{expected[place : place + 1]} where its parts give {ids[place : place + 1]}, at {place}); "
+                    "take another tokenizer file of this model"
+                )
+
+    def _ends_of_turn(self) -> Iterator[int]:
+        for new in (QUESTION, {"role": "tool", "tool_call_id": "call00000", "content": "?"}):
+            shield = self._template.shield()
+            sentinel = shield.sentinel()
+            *until, after = self._template.prepare([QUESTION, ending_in(sentinel, {}), new], shield)
+            try:
+                tail = self._template.after_reply(sentinel, until, [after], (), calls=False)
+            except ChatTemplateError:
+                continue
+            first = self._markers.encode(tail or "", shield, at_start=False)[:1]
+            yield from (i for i in first if i in self._markers.ids.values())
+
+
+def _configured_stops(tokenizer: "PreTrainedTokenizerFast") -> Iterator[int]:
+    from transformers.utils import cached_file
+
+    if tokenizer.eos_token_id is not None:
+        yield tokenizer.eos_token_id
+    if not tokenizer.name_or_path:
+        return
+    path = cached_file(
+        tokenizer.name_or_path,
+        "generation_config.json",
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
+            ids = json.load(file).get("eos_token_id")
+        yield from ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -1,0 +1,206 @@
+"""The chat template of a tokenizer as a function from a conversation to text.
+
+What a template knows (reasoning, tool calls, tools) differs from model to model and is found out by trying it. What it
+does not know is written as content in the usual spelling, so that no part of a conversation is dropped.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2 import TemplateError
+
+from ..errors import ConfigError
+from ..messages import ROLES, Message, arguments_of, text_of
+from .markers import Markers, Shield
+from .parsing import END_THINK, THINK, join_reasoning, join_tool_call
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+QUESTION: Message = {"role": "user", "content": "?"}
+
+
+class ChatTemplateError(ValueError):
+    """The chat template refuses a conversation, for instance because of its order of roles."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a chat template turned out to know.
+
+    reasoning, tools, developer: whether it has a place for them. thinking: the header of a reply opens `<think>`.
+    calls: how it takes the arguments of tool calls; "inline": it drops tool calls, so they go into the content.
+    call_content: the content of a message that only calls tools.
+    call_close: what it puts between the end of the last argument and the end of turn; None: unknown.
+    """
+
+    reasoning: bool = False
+    tools: bool = False
+    developer: bool = False
+    thinking: bool = False
+    calls: Literal["mapping", "text", "inline"] = "inline"
+    call_content: str | None = ""
+    call_close: str | None = None
+
+
+class ChatTemplate:
+    """Writes conversations as shielded text (see `Shield`).
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that cannot write a user message.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", markers: Markers, template: str | None, variables: Mapping[str, Any]
+    ) -> None:
+        self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        if template is None and not tokenizer.chat_template:
+            raise ConfigError(
+                f"tokenizer {self.name}: has no chat template; take the instruct version of the model, put a "
+                "chat_template.jinja into the folder, or pass chat_template"
+            )
+        self._tokenizer = tokenizer
+        self._markers = markers
+        self._template = template
+        self._source = str(template or tokenizer.chat_template)
+        self._variables = dict(variables)
+        self.style = Style(developer="developer" in self._source)
+        self.style = self._probe()
+
+    def shield(self, *data: Any) -> Shield:
+        """A shield for a request that is made of `data`."""
+        return Shield(self._markers, data, self._source, self._variables)
+
+    def prepare(self, messages: Sequence[Message], shield: Shield, *, first: int = 0) -> list[Message]:
+        """Messages as the template wants them, shielded. `first`: the place of the first of them, for errors.
+
+        Raises:
+            ValueError: an unknown role, or a part that is no text.
+        """
+        return [self._message(message, shield, f"messages[{first + i}]") for i, message in enumerate(messages)]
+
+    def write(self, prepared: Sequence[Message], tools: Sequence[Any], *, header: bool) -> str:
+        """The text of prepared messages; `header`: with the header of the next reply."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(prepared),
+                tools=list(tools) or None,
+                chat_template=self._template,
+                add_generation_prompt=header,
+                tokenize=False,
+                **self._variables,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            roles = ", ".join(message["role"] for message in prepared)
+            raise ChatTemplateError(f"chat template of {self.name}: refuses roles {roles}: {error}") from error
+
+    def after_reply(
+        self, sentinel: str, until: Sequence[Message], new: Sequence[Message], tools: Sequence[Any], *, calls: bool
+    ) -> str | None:
+        """What it writes after a reply made by `ending_in`: end of turn, new messages, header of the next reply.
+
+        None where the end of the reply cannot be found. `calls`: the reply ends with a tool call.
+        """
+        _, found, after = self.write([*until, *new], tools, header=True).rpartition(sentinel)
+        close = self.style.call_close if calls else ""
+        return after[len(close) :] if found and close is not None and after.startswith(close) else None
+
+    def _message(self, message: Message, shield: Shield, where: str) -> Message:
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ValueError(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if part.get("type") != "text":
+                raise ValueError(f"{where}.content[{index}].type: {part.get('type')!r}; only text parts can be written")
+        known = ("role", "content", "reasoning_content", "tool_calls")
+        rest = {key: shield.value(value) for key, value in message.items() if key not in known}
+        if role == "assistant":
+            return {"role": role, **self._reply(message, shield), **rest}
+        if role == "developer" and not self.style.developer:
+            role = "system"
+        return {"role": role, "content": shield.text(text_of(message)), **rest}
+
+    def _reply(self, message: Message, shield: Shield) -> Message:
+        # Templates look for <think> and </think> in what a model wrote, so markers not flagged special stay.
+        content = shield.text(text_of(message), special_only=True)
+        reply: Message = {"content": content}
+        if reasoning := shield.text(message.get("reasoning_content") or ""):
+            if self.style.reasoning:
+                reply["reasoning_content"] = reasoning
+            else:
+                reply["content"] = join_reasoning(reasoning, content)
+        calls = message.get("tool_calls") or ()
+        if self.style.calls == "inline":
+            for call in calls:
+                name, arguments = shield.text(call["function"]["name"]), json.dumps(_mapping(call), ensure_ascii=False)
+                reply["content"] = join_tool_call(reply["content"], name, shield.text(arguments))
+        elif calls:
+            reply["tool_calls"] = [self._call(call, shield) for call in calls]
+            reply["content"] = reply["content"] or self.style.call_content
+        return reply
+
+    def _call(self, call: Mapping[str, Any], shield: Shield) -> dict[str, Any]:
+        arguments: Any = arguments_of(call)
+        if self.style.calls == "mapping":
+            arguments = _mapping(call)
+        elif not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": shield.text(call["function"]["name"]), "arguments": shield.value(arguments)}
+        return {"id": shield.value(call.get("id")), "type": "function", "function": function}
+
+    def _probe(self) -> Style:
+        shield = self.shield()
+        mark = shield.sentinel()
+        ask = self.prepare([QUESTION], shield)
+        try:
+            header = self.write([{"role": "user", "content": mark}], (), header=True)
+        except ChatTemplateError as error:
+            raise ConfigError(f"{error}; give a chat template that takes one user message") from error
+        if mark not in header:
+            raise ConfigError(f"tokenizer {self.name}: its chat template drops user messages; give another one")
+        header = header.rpartition(mark)[2]
+        style = replace(self.style, thinking=header.rfind(THINK) > header.rfind(END_THINK))
+
+        schema = {"name": mark, "description": mark, "parameters": {"type": "object", "properties": {}, "required": []}}
+        tools = [{"type": "function", "function": schema}]
+        style = replace(style, tools=mark in self._attempt(style, ask, tools))
+        thought = {"role": "assistant", "content": "x", "reasoning_content": mark}
+        style = replace(style, reasoning=mark in self._attempt(replace(style, reasoning=True), [QUESTION, thought]))
+        return self._probe_calls(style, mark)
+
+    def _probe_calls(self, style: Style, mark: str) -> Style:
+        end = self._attempt(style, [QUESTION, ending_in(mark, {})]).partition(mark)
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for calls, content in (("mapping", ""), ("mapping", None), ("text", ""), ("text", None), ("inline", "")):
+            style = replace(style, calls=calls, call_content=content)
+            text = self._attempt(style, [QUESTION, ending_in(mark, {"tool_calls": [call]})])
+            # A mapping between single quotes was meant to be text.
+            if mark in text and f"'{mark}'" not in text:
+                break
+        close = text.rpartition(mark)[2]
+        known = mark in text and bool(end[1]) and close.endswith(end[2])
+        return replace(style, call_close=close.removesuffix(end[2]) if known else None)
+
+    def _attempt(self, style: Style, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        self.style = style
+        try:
+            return self.write(self.prepare(messages, self.shield(messages)), tools, header=False)
+        except ChatTemplateError:
+            return ""
+
+
+def ending_in(sentinel: str, reply: Message) -> Message:
+    """A reply of the same kind whose last text, or last argument of its last tool call, is the sentinel."""
+    calls = reply.get("tool_calls")
+    if not calls:
+        return {"role": "assistant", "content": sentinel}
+    arguments = json.dumps({sentinel: sentinel}, ensure_ascii=False)
+    last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": arguments}}
+    return {"role": "assistant", "content": reply.get("content"), "tool_calls": [*calls[:-1], last]}
+
+
+def _mapping(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = arguments_of(call)
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
