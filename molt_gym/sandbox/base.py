@@ -1,0 +1,284 @@
+"""What every sandbox does: start programs, read their output, end them with all that they started.
+
+Invariants: a call returns within the time limit and two seconds of the program's start; when it returns or raises,
+nothing that it started is left running; trouble of the sandbox itself is an `EnvFailure("sandbox", ...)`, and nothing
+that a program does can look like it.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from ..errors import EnvFailure
+from .output import Capture, read_until
+
+__all__ = ["Execution", "Launch", "Limits", "Sandbox"]
+
+_BOOT = Path(__file__).with_name("boot.py").read_text(encoding="utf-8")
+# As `-I -S`, but `-I` would not let the environment, of which nothing is inherited, fix the hash seed.
+_PYTHON_FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")
+_ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", "PATH": "/usr/bin", "PYTHONHASHSEED": "0"}
+_START_SECONDS = 10.0
+_QUEUE_SECONDS = 300.0
+_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one execution may use.
+
+    Args:
+        seconds: wall time from the program's start on; CPU time of each process, a second more.
+        memory_mb: address space of each process, in MiB; all together can have `processes` times as much.
+        processes: processes and threads that exist at a time.
+        output_chars: characters of stdout and of stderr that are kept; of more, the middle is cut out.
+        disk_mb: the writable folder, in MiB; also the size of a file.
+        open_files: file descriptors of each process.
+    """
+
+    seconds: float = 2.0
+    memory_mb: int = 256
+    processes: int = 16
+    output_chars: int = 10_000
+    disk_mb: int = 16
+    open_files: int = 64
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            kind, name = (int | float, "number") if item.name == "seconds" else (int, "integer")
+            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ValueError(f"{item.name}: {value!r}; write a positive {name}")
+        if self.memory_mb < 64:
+            raise ValueError(f"memory_mb: {self.memory_mb}; write at least 64, Python itself takes about 40")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What came of running a program.
+
+    Args:
+        stdout: decoded as UTF-8, U+FFFD for other bytes; cut to `Limits.output_chars`, around a marker that says so.
+        stderr: likewise.
+        exit_code: 0: success; 128 + n: killed by signal n; None: the time limit ended it.
+        timed_out: whether a limit on time ended it.
+        seconds: wall time.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    timed_out: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kind of sandbox starts Python.
+
+    Args:
+        command: up to the Python executable, which is its last item.
+        rlimits: what the first process sets for itself before it runs the program, by the names after `RLIMIT_`.
+        uid: the user that the first process becomes; 0: it stays who it is.
+        fds: file descriptors that `command` reads.
+        environment: added to what every program gets.
+        cwd: the working directory to start in; None where `command` sees to it.
+    """
+
+    command: list[str]
+    rlimits: dict[str, int]
+    uid: int = 0
+    fds: tuple[int, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    process: subprocess.Popen[bytes]
+    launch: Launch
+    ready: int
+    stdout: Capture
+    stderr: Capture
+    cancelled: bool = False
+
+    @property
+    def streams(self) -> dict[int, Capture]:
+        return {self.process.stdout.fileno(): self.stdout, self.process.stderr.fileno(): self.stderr}
+
+
+class Sandbox(ABC):
+    """Runs untrusted Python programs; may be called from many threads.
+
+    A program gets the standard library, an empty writable folder as its working directory, and `stdin`; its hash seed
+    is fixed, so that a program which asks for neither time nor randomness always does the same.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[_Job] = set()
+
+    def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
+        """Runs a program.
+
+        Raises:
+            EnvFailure: reason "sandbox": it could not be started, died, or was cancelled.
+        """
+        limits = limits or Limits()
+        with _turn(), ExitStack() as stack:
+            return self._watch([self._start(stack, code, stdin, (), limits)], limits)[0]
+
+    def run_pair(self, code: str, peer: str, *, limits: Limits | None = None) -> tuple[Execution, Execution]:
+        """Runs two programs, each in a sandbox and with limits of its own, joined by two pipes and by nothing else.
+
+        Each finds two file descriptors in `sys.argv[1:]`: to read what the other one writes, and to write. When `code`
+        ends, `peer` is ended too.
+
+        Raises:
+            EnvFailure: reason "sandbox": one could not be started or died, or they were cancelled.
+        """
+        limits = limits or Limits()
+        with _turn(), ExitStack() as stack:
+            # Only the programs may hold the pipes, or neither would see that the other has ended.
+            with ExitStack() as pipes:
+                reads_peer, to_code = _pipe(pipes)
+                reads_code, to_peer = _pipe(pipes)
+                first = self._start(stack, code, "", (reads_peer, to_peer), limits)
+                second = self._start(stack, peer, "", (reads_code, to_code), limits)
+            ours, theirs = self._watch([first, second], limits)
+            return ours, theirs
+
+    def cancel(self) -> None:
+        """Ends what is running; the calls that wait for it raise `EnvFailure`. Later calls are not affected."""
+        with self._lock:
+            for job in self._running:
+                job.cancelled = True
+                self._kill(job.process, job.launch)
+
+    @abstractmethod
+    def _launch(self, stack: ExitStack, limits: Limits) -> Launch:
+        """Prepares the start of a program; `stack` closes what it opens."""
+
+    @abstractmethod
+    def _kill(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
+        """Kills a process, which may have ended but is not reaped yet, and all that it started."""
+
+    @abstractmethod
+    def _exit_code(self, returncode: int) -> int:
+        """The exit code of the program; raises EnvFailure if it was the sandbox that ended."""
+
+    def _start(self, stack: ExitStack, code: str, stdin: str, fds: tuple[int, ...], limits: Limits) -> _Job:
+        with ExitStack() as handed:
+            ready, write_ready = os.pipe()
+            stack.callback(os.close, ready)
+            handed.callback(os.close, write_ready)
+            source = memory_file(handed, code.encode("utf-8", "surrogatepass"))
+            try:
+                launch = self._launch(stack, limits)
+                rlimits = ",".join(f"{name}={value}" for name, value in launch.rlimits.items())
+                arguments = [str(source), str(write_ready), str(launch.uid), rlimits, *map(str, fds)]
+                process = subprocess.Popen(
+                    [*launch.command, *_PYTHON_FLAGS, "-c", _BOOT, *arguments],
+                    stdin=memory_file(handed, stdin.encode("utf-8", "surrogatepass")) if stdin else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    env=_ENVIRONMENT | launch.environment,
+                    cwd=launch.cwd,
+                    pass_fds=(source, write_ready, *fds, *launch.fds),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EnvFailure("sandbox", f"cannot start a program: {error}") from error
+        job = _Job(process, launch, ready, Capture(limits.output_chars), Capture(limits.output_chars))
+        stack.callback(self._finish, job)
+        with self._lock:
+            self._running.add(job)
+        return job
+
+    def _watch(self, jobs: list[_Job], limits: Limits) -> list[Execution]:
+        streams = {fd: capture for job in jobs for fd, capture in job.streams.items()}
+        deadline = time.monotonic() + _START_SECONDS
+        started = all(read_until(streams, deadline, job.ready) and os.read(job.ready, 1) for job in jobs)
+        begin = time.monotonic()
+        ended = False
+        if started:
+            pidfd = os.pidfd_open(jobs[0].process.pid)
+            try:
+                ended = read_until(streams, begin + limits.seconds, pidfd)
+            finally:
+                os.close(pidfd)
+        seconds = time.monotonic() - begin
+        for job in jobs:
+            self._kill(job.process, job.launch)
+        # What they wrote is still in the pipes; only what escaped from the weaker sandbox can keep them open.
+        read_until(streams, time.monotonic() + _GRACE_SECONDS / 2)
+        if any(job.cancelled for job in jobs):
+            raise EnvFailure("sandbox", "cancelled")
+        if not started:
+            said = " / ".join(text for job in jobs if (text := job.stderr.text().strip()))
+            raise EnvFailure("sandbox", f"not started: {said[-500:] or f'no sign in {_START_SECONDS:g} s'}")
+        return [self._execution(job, ended and job is jobs[0], ended, seconds) for job in jobs]
+
+    def _execution(self, job: _Job, by_itself: bool, ended: bool, seconds: float) -> Execution:
+        returncode = job.process.wait(_GRACE_SECONDS)
+        code = self._exit_code(returncode) if by_itself else None
+        late = not ended or code == 128 + signal.SIGXCPU
+        return Execution(job.stdout.text(), job.stderr.text(), None if late else code, late, seconds)
+
+    def _finish(self, job: _Job) -> None:
+        with self._lock:
+            self._running.discard(job)
+        if job.process.returncode is None:
+            self._kill(job.process, job.launch)
+            job.process.wait(_GRACE_SECONDS)
+        job.process.stdout.close()
+        job.process.stderr.close()
+
+
+def _pipe(stack: ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        stack.callback(os.close, end)
+    return ends
+
+
+def memory_file(stack: ExitStack, data: bytes) -> int:
+    fd = os.memfd_create("molt-gym")
+    stack.callback(os.close, fd)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+_slots = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
+
+
+def _new_slots() -> None:
+    global _slots
+    _slots = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
+
+
+# A fork may copy slots that are taken by threads which the child does not have.
+os.register_at_fork(after_in_child=_new_slots)
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Waits for one of a bounded number of turns: too many programs at once would run into their time limits."""
+    slots = _slots
+    if not slots.acquire(timeout=_QUEUE_SECONDS):
+        raise EnvFailure("sandbox", f"no turn to run in {_QUEUE_SECONDS:g} s")
+    try:
+        yield
+    finally:
+        slots.release()

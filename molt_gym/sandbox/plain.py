@@ -1,0 +1,64 @@
+"""Programs in a process of their own and nothing more: for machines where bubblewrap cannot work.
+
+Given: limits on time, memory of a process, size of a file, open files and output; an environment without a variable of
+the host; an empty working directory; nothing is left running, but for a process that hides in time by clearing its
+environment and leaving its session. **Not given**: the program reads and writes all files that the user may, has the
+network, sees all processes, may start any number of them, and fills the disk. Run only programs that you trust.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from math import ceil
+
+from .base import Launch, Limits, Sandbox
+
+__all__ = ["PlainProcess"]
+
+_MB = 1 << 20
+_TAG = "MOLT_GYM_JOB"
+_ROUNDS = 20
+
+
+class PlainProcess(Sandbox):
+    """The lesser choice: see the top of this module for what it does not give."""
+
+    def _launch(self, stack: ExitStack, limits: Limits) -> Launch:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="molt-gym-", ignore_cleanup_errors=True))
+        rlimits = {
+            "CORE": 0,
+            "CPU": ceil(limits.seconds) + 1,
+            "FSIZE": limits.disk_mb * _MB,
+            "NOFILE": limits.open_files,
+            "AS": limits.memory_mb * _MB,
+        }
+        environment = {"HOME": folder, _TAG: secrets.token_hex(16)}
+        return Launch([os.path.realpath(sys.executable)], rlimits, environment=environment, cwd=folder)
+
+    def _kill(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        tag = f"{_TAG}={launch.environment[_TAG]}".encode()
+        # A process may fork while the list is read: look again until none is left.
+        for _ in range(_ROUNDS):
+            left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, tag)]
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                return
+
+    def _exit_code(self, returncode: int) -> int:
+        return returncode if returncode >= 0 else 128 - returncode
+
+
+def _has(pid: int, tag: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return tag in file.read().split(b"\0")
+    except OSError:
+        return False
