@@ -5,6 +5,7 @@ recorded by `commit` alone, after its generation succeeded and was checked. A sa
 however many branches go on from it.
 """
 
+import copy
 import hashlib
 import json
 import threading
@@ -59,7 +60,7 @@ class TokenGraph:
     """
 
     forks: int
-    """How many recorded turns are forks."""
+    """How many recorded prompts are forks."""
     turns: int
     """How many turns are recorded."""
 
@@ -130,14 +131,15 @@ class TokenGraph:
                 raise ValueError(f"prompt.parent: {prompt.parent} is no turn of this graph")
             if prompt.ids != (self.path(prompt.parent) if prompt.parent is not None else []) + prompt.context:
                 raise ValueError("prompt.ids: were changed after prepare(); give the engine and commit() what it made")
+            known = len(self._nodes)
             context = self._context(prompt.parent, prompt.context)
             node = self._add(_Node(context, generation.ids, generation))
-            self._replies[node] = reply
+            self._replies[node] = copy.deepcopy(reply)
             self._prompts.add(prompt.fingerprint)
             self._reply_prints.add(_fingerprint(b"", reply))
             self._conversations[_fingerprint(prompt.fingerprint, reply)] = node
             self.turns += 1
-            self.forks += prompt.kind == "fork"
+            self.forks += prompt.kind == "fork" and context >= known
             if key is not None:
                 self._keys[key] = node
         return node
@@ -148,11 +150,14 @@ class TokenGraph:
         if node is None:
             return None
         generation = self._nodes[node].generation
-        return None if generation is None else (node, generation, self._replies[node])
+        return None if generation is None else (node, generation, copy.deepcopy(self._replies[node]))
 
     def path(self, node: int) -> list[int]:
         """All ids from the root to the end of the node: what the engine was given and returned."""
-        return [i for part in self._line(node) for i in self._nodes[part].ids]
+        ids: list[int] = []
+        for part in self._line(node):
+            ids += self._nodes[part].ids
+        return ids
 
     def rows(self) -> list[Row]:
         """One row a leaf, in the order of their turns. What leaves share is trained in the first of them."""

@@ -167,12 +167,16 @@ class Renderer:
         if len(text) < len(prompt) + len(tail) or not (text.startswith(prompt) and text.endswith(tail)):
             return False
         middle = text[len(prompt) : len(text) - len(tail)]
-        parts = [shield.text(text_of(reply), special_only=True), shield.text(reply.get("reasoning_content") or "")]
+        reasoning = shield.text(reply.get("reasoning_content") or "")
+        parts = [reasoning, shield.text(text_of(reply), special_only=True)]
         parts += [shield.text(call["function"]["name"]) for call in reply.get("tool_calls") or ()]
-        thought = self._markers.ids.get(END_THINK)
-        closes = END_THINK in self.decode(sampled_ids) if thought is None else thought in sampled_ids
-        # A reply of no reasoning shows only in its markers whether its empty block was dropped or put in.
-        return closes == (END_THINK in middle) and all(part.strip() in middle for part in parts)
+        # Only the markers show whether a block of no reasoning was dropped or put in.
+        block = bool(reasoning) or self._closes_block(sampled_ids)
+        return block == (END_THINK in middle) and all(part.strip() in middle for part in parts)
+
+    def _closes_block(self, ids: Sequence[int]) -> bool:
+        marker = self._markers.ids.get(END_THINK)
+        return END_THINK in self.decode(ids) if marker is None else marker in ids
 
     def _check_encoding(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         user = {"role": "user", "content": _ODD_TEXT}

@@ -192,13 +192,13 @@ class ChatTemplate:
 
 
 def ending_in(sentinel: str, reply: Message) -> Message:
-    """A reply of the same kind whose last text, or last argument of its last tool call, is the sentinel."""
+    """A reply of the same kind, content or tool calls, whose text or last argument is the sentinel."""
     calls = reply.get("tool_calls")
     if not calls:
         return {"role": "assistant", "content": sentinel}
     arguments = json.dumps({sentinel: sentinel}, ensure_ascii=False)
     last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": arguments}}
-    return {"role": "assistant", "content": reply.get("content"), "tool_calls": [*calls[:-1], last]}
+    return {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], last]}
 
 
 def _mapping(call: Mapping[str, Any]) -> dict[str, Any]:
