@@ -36,8 +36,13 @@ def default_path(env: str, model: str, root: str | os.PathLike[str] = "runs") ->
 def latest_run(env: str | None = None, root: str | os.PathLike[str] = "runs") -> Path | None:
     """The run under `root` whose metrics or settings changed last; `env` narrows to names that start with that id."""
     prefix = "" if env is None else re.sub(r"[^\w.-]+", "-", env.split(":")[-1]) + "-"
-    runs = [p for p in Path(root).glob(f"{prefix}*") if (p / "config.toml").is_file()]
+    runs = [p for p in Path(root).glob(f"{prefix}*") if holds_run(p)]
     return max(runs, key=lambda p: max(f.stat().st_mtime for f in p.iterdir()), default=None)
+
+
+def holds_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a run has begun in the folder."""
+    return (Path(path) / "config.toml").is_file()
 
 
 class RunDir:
@@ -57,7 +62,7 @@ class RunDir:
         self.checkpoints_path = self.path / "checkpoints"
         self.model_path = self.path / "model"
         self.curve_path = self.path / "curve.png"
-        if resume and not self.config_path.is_file():
+        if resume and not holds_run(self.path):
             raise ConfigError(f"resume: {self.path} holds no run (no config.toml); name a folder that train wrote")
         if not resume and _holds_files(self.path):
             raise ConfigError(f"out: {self.path} is in use; choose a new folder or continue it with --resume")

@@ -1,0 +1,263 @@
+"""The command `molt-gym`: train, eval, rollout, envs, doctor.
+
+Exit codes: 0 done; 1 the run failed or something essential is broken; 2 the command or a setting is wrong (one message,
+no traceback); 130 interrupted. Heavy modules are imported by the commands that need them, so help and `envs` are quick.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tomllib
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed
+
+__all__ = ["main"]
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    options, rest = _parser(arguments).parse_known_args(arguments)
+    try:
+        code = options.command(options, rest)
+        sys.stdout.flush()
+        return code
+    except (ConfigError, NotAChatEnv, PromptTooLong) as error:
+        return _complain(options.verb, error, USAGE)
+    except (RunFailed, EnvFailure) as error:
+        return _complain(options.verb, error, FAILED)
+    except KeyboardInterrupt:
+        return _complain(options.verb, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output has gone; without this the interpreter complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except EOFError:
+        return _complain(options.verb, "the input ended before the episode did", FAILED)
+    except OSError as error:
+        return _complain(options.verb, error, FAILED)
+
+
+def _train(options: argparse.Namespace, rest: list[str]) -> int:
+    import molt_gym
+
+    env, overrides = _split(options, rest, env_needed=options.resume is None)
+    config, out = options.config, options.out
+    if options.resume is not None:
+        out = _run_to_resume(options.resume, env, out)
+        config = config or (out and Path(out) / "config.toml")
+    file = _read_toml(config) if config else {}
+    env = env or file.get("env")
+    if env is None:
+        raise ConfigError("env: missing; write molt-gym train ENV, such as molt-gym train CodeExec-v0")
+    seed = options.seed if options.seed is not None else file.get("seed", 0)
+    molt_gym.train(env, options.model, out=out, steps=options.steps, seed=seed, config=config, **overrides)
+    return OK
+
+
+def _eval(options: argparse.Namespace, rest: list[str]) -> int:
+    import molt_gym
+
+    env, overrides = _split(options, rest)
+    result = molt_gym.evaluate(
+        env,
+        options.model,
+        episodes=options.episodes,
+        k=options.k,
+        seed=options.seed,
+        config=options.config,
+        **overrides,
+    )
+    found = _plain(result)
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return OK
+    for name, value in found.items():
+        if value not in ({}, [], None):
+            print(f"{name:<16} {value:.4f}" if isinstance(value, float) else f"{name:<16} {value}")
+    return OK
+
+
+def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
+    from rich.console import Console
+
+    from .tokens.trajectory import write_jsonl
+    from .transcript import play, print_trajectory
+
+    env, overrides = _split(options, rest)
+    console = Console(highlight=False)
+    if options.human:
+        kwargs = {name.removeprefix("env_kwargs."): value for name, value in overrides.items()}
+        for name in overrides:
+            if not name.startswith("env_kwargs."):
+                raise ConfigError(f"--{name} has no effect with --human; only --env-kwargs.NAME has")
+        for episode in range(options.n):
+            play(env, seed=options.seed + episode, env_kwargs=kwargs, console=console)
+        return OK
+    import molt_gym
+
+    trajectories = molt_gym.rollout(
+        env, options.model, options.n, seed=options.seed, config=options.config, **overrides
+    )
+    if options.out is not None:
+        write_jsonl(options.out, trajectories)
+    for trajectory in trajectories:
+        print_trajectory(console, trajectory)
+    failed = [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
+    if trajectories and len(failed) == len(trajectories):
+        counts = {reason: sum(f.reason == reason for f in failed) for reason in sorted({f.reason for f in failed})}
+        raise RunFailed("every rollout failed: " + ", ".join(f"{reason} {n}" for reason, n in counts.items()))
+    return OK
+
+
+def _envs(options: argparse.Namespace, rest: list[str]) -> int:
+    _refuse(rest)
+    from .registry import list_envs, load_plugins
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        broken = {name: error for name, error in load_plugins().items() if error}
+        envs = list_envs()
+    if options.json:
+        print(json.dumps({"envs": [asdict(env) for env in envs], "broken_plugins": broken}, indent=2))
+        return OK
+    width = max((len(env.id) for env in envs), default=0)
+    for env in envs:
+        print(f"{env.id:<{width}}  {env.summary}  ({env.source})")
+    for name, error in broken.items():
+        print(f"plug-in {name} could not be loaded: {error}", file=sys.stderr)
+    return OK
+
+
+def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
+    _refuse(rest)
+    from .doctor import as_json, check_machine, report
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checks = check_machine()
+    print(json.dumps(as_json(checks), indent=2) if options.json else report(checks))
+    return FAILED if any(check.status == "broken" for check in checks) else OK
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="molt-gym", description="Train language-model agents with reinforcement learning.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+
+    def verb(name: str, command: Any, help: str, usage: str, overridable: bool = False) -> argparse.ArgumentParser:
+        wants_help = name in arguments[:1] and {"-h", "--help"} & set(arguments)
+        epilog = _settings() if overridable and wants_help else ""
+        layout = argparse.RawDescriptionHelpFormatter
+        added = verbs.add_parser(
+            name,
+            help=help,
+            description=help,
+            usage=f"molt-gym {name} {usage}",
+            allow_abbrev=False,
+            formatter_class=layout,
+            epilog=epilog,
+        )
+        added.set_defaults(command=command)
+        return added
+
+    train = verb("train", _train, "train a model in an env", "ENV [--model M] [options] [--SETTING VALUE ...]", True)
+    train.add_argument("--model", help="hub name, local folder, smollm2-135m (default) or tiny")
+    train.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
+    train.add_argument("--steps", type=int, metavar="N", help="training steps")
+    train.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
+    train.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one of ENV")
+    evaluate = verb("eval", _eval, "score a model on held-out tasks", "ENV [--model M] [options]", True)
+    evaluate.add_argument("--model", help="as for train; a run's model is in RUN/model")
+    evaluate.add_argument("--episodes", type=int, default=64, metavar="N", help="tasks (default 64)")
+    evaluate.add_argument("--k", type=int, default=1, help="attempts at each task (default 1)")
+    evaluate.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    rollout = verb("rollout", _rollout, "play episodes and print them", "ENV [--model M | --human] [options]", True)
+    rollout.add_argument("--model", help="as for train; a run's model is in RUN/model")
+    rollout.add_argument("--human", action="store_true", help="you are the policy")
+    rollout.add_argument("-n", type=int, default=1, metavar="N", help="episodes (default 1)")
+    rollout.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
+    rollout.add_argument("--out", metavar="FILE", help="also write the trajectories as JSON lines")
+    for overridable in (train, evaluate, rollout):
+        overridable.add_argument(
+            "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
+        )
+    for name, command, help in (("envs", _envs, "list the envs"), ("doctor", _doctor, "check this machine")):
+        verb(name, command, help, "[--json]").add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _settings() -> str:
+    from .trainers.config import field_help
+
+    described = ("  --model:", "  --out:", "  --steps:", "  --seed:")
+    settings = [entry for entry in re.split(r"\n(?=  --)", field_help()) if not entry.startswith(described)]
+    return "settings, which a TOML file can hold as well:\n" + "\n".join(settings)
+
+
+def _split(
+    options: argparse.Namespace, rest: list[str], *, env_needed: bool = True
+) -> tuple[str | None, dict[str, Any]]:
+    """The env and the overrides among the words that are no options of the command itself."""
+    from .trainers.config import parse_cli
+
+    env = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if env is None and env_needed:
+        example = f"molt-gym {options.verb} CodeExec-v0"
+        raise ConfigError(f"env: missing; write it first, such as {example} (`molt-gym envs` lists them)")
+    return env, parse_cli(rest)
+
+
+def _refuse(rest: Sequence[str]) -> None:
+    if rest:
+        raise ConfigError(f"{rest[0]!r} is no option of this command; see --help")
+
+
+def _run_to_resume(resume: str, env: str | None, out: str | None) -> str | None:
+    from .trainers.run_dir import holds_run, latest_run
+
+    if resume != "auto":
+        if out is not None and Path(out).resolve() != Path(resume).resolve():
+            raise ConfigError(f"--out {out} with --resume {resume}: a run goes on in its own folder; leave --out out")
+        if not holds_run(resume):
+            raise ConfigError(f"--resume {resume}: no run is there (no config.toml); name a folder that train wrote")
+        return resume
+    if out is not None:
+        return out
+    found = latest_run(env)
+    print(f"resuming {found}" if found else f"no run{f' of {env}' if env else ''} under runs/; starting a new one")
+    return None if found is None else str(found)
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    record = asdict(result) if is_dataclass(result) else dict(result)
+    return {name: value for name, value in record.items() if name != "trajectories"}
+
+
+def _complain(verb: str, error: object, code: int) -> int:
+    sys.stdout.flush()
+    print(f"molt-gym {verb}: {error}", file=sys.stderr)
+    return code

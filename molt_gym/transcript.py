@@ -1,0 +1,111 @@
+"""Conversations on a terminal: printed for people to read, and played by a person in the place of the policy."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from .messages import Message, text_of
+from .tokens.trajectory import Trajectory
+
+__all__ = ["play", "print_message", "print_trajectory"]
+
+_STYLES = {"system": "magenta", "developer": "magenta", "user": "blue", "assistant": "green", "tool": "yellow"}
+
+
+def print_trajectory(console: Console, trajectory: Trajectory) -> None:
+    """The transcript of a rollout, and how it ended."""
+    title = f"{trajectory.env} · task {trajectory.index} · rollout {trajectory.rollout}"
+    console.print(Rule(Text(title, "bold"), align="left", style="dim"))
+    for message in trajectory.messages:
+        print_message(console, message)
+    if trajectory.failure is not None:
+        console.print(Text(f"failed: {trajectory.failure.reason}: {trajectory.failure.message}", "bold red"))
+        return
+    ends = [name for name in ("terminated", "truncated", "length_limited") if getattr(trajectory, name)]
+    sampled = sum(sum(row.mask) for row in trajectory.rows)
+    how = f"{trajectory.turns} turns · {sampled} tokens sampled · {', '.join(ends).replace('_', ' ') or 'unfinished'}"
+    reward = "–" if trajectory.reward is None else f"{trajectory.reward:g}"
+    console.print(Text(f"reward {reward}", "bold").append(f"  {how}", "dim"))
+    console.print()
+
+
+def print_message(console: Console, message: Message) -> None:
+    """A message under its role. Text is shown as it is: no markup, no control characters."""
+    console.print(Text(message["role"], f"bold {_STYLES.get(message['role'], '')}"))
+    if message.get("reasoning_content"):
+        console.print(Padding(Text(_printable(message["reasoning_content"]), "dim italic"), (0, 0, 0, 2)))
+    if text := text_of(message):
+        console.print(Padding(Text(_printable(text)), (0, 0, 0, 2)))
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        console.print(Padding(Text(_printable(f"→ {function['name']}({function['arguments']})"), "cyan"), (0, 0, 0, 2)))
+
+
+def play(
+    env_id: str,
+    *,
+    seed: int | None = None,
+    env_kwargs: Mapping[str, Any] | None = None,
+    read: Callable[[str], str] = input,
+    console: Console | None = None,
+) -> float:
+    """Let a person answer an env, one episode; returns the reward.
+
+    A reply ends with a line that holds a single dot. A reply that is a JSON object with "role" is taken as the message
+    itself, so that tools can be called.
+
+    Raises:
+        EOFError: the input ended before the episode.
+    """
+    from .registry import make
+
+    console = console or Console(highlight=False)
+    env = make(env_id, **(env_kwargs or {}))
+    try:
+        observation, _ = env.reset(seed=seed)
+        shown, total, over = 0, 0.0, False
+        while not over:
+            for message in observation["messages"][shown:]:
+                print_message(console, message)
+            shown = len(observation["messages"]) + 1
+            console.print(
+                Text("assistant", "bold green").append("  (end your reply with a line holding one dot)", "dim")
+            )
+            try:
+                observation, reward, terminated, truncated, _ = env.step(_reply(read))
+            except ValueError as error:
+                console.print(Text(str(error), "red"))
+                shown -= 1
+                continue
+            total, over = total + reward, terminated or truncated
+        for message in observation["messages"][shown:]:
+            print_message(console, message)
+        console.print(Text(f"reward {total:g}", "bold"))
+        return total
+    finally:
+        env.close()
+
+
+def _reply(read: Callable[[str], str]) -> Message:
+    lines: list[str] = []
+    while (line := read("")) != ".":
+        lines.append(line)
+    text = "\n".join(lines)
+    try:
+        message = json.loads(text)
+    except ValueError:
+        message = None
+    return message if isinstance(message, dict) and "role" in message else {"role": "assistant", "content": text}
+
+
+def _printable(text: str) -> str:
+    """`text` without control characters, which could drive the terminal, and with what it cannot encode escaped."""
+    text = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
