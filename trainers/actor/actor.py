@@ -1,0 +1,43 @@
+"""The contract between the loop and whatever holds the weights that learn."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from .packing import TrainRow
+
+
+class Actor(Protocol):
+    """Model, optimizer and their state, on one process or many.
+
+    Invariant: the update depends on the rows alone, not on how they are cut into micro-batches or dealt to ranks.
+    """
+
+    updates: int
+    """Optimizer updates so far, skipped ones included."""
+
+    def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, float]:
+        """One optimizer update a window; returns metrics by name."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters by their names in the checkpoint, tied ones once."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer state and `updates` into a new folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote, also with another number of ranks."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that transformers loads: weights and configuration, no tokenizer."""
+        ...
+
+    def close(self) -> None:
+        """End the other ranks and free the memory. Idempotent."""
+        ...

@@ -1,0 +1,232 @@
+"""The policy on FSDP2: float32 masters, gradients summed over micro-batches and ranks, AdamW.
+
+Every rank gets all rows and takes its share, so all ranks agree on what there is without asking each other. Invariants:
+a row whose advantage is 0 has no gradient and is not computed, yet it counts in the weights of the others; a gradient
+that is not finite changes nothing and is counted; dropout is off, so that trainer and sampler are one distribution.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..algorithms.importance import importance_coefficients
+from ..algorithms.losses import LossOptions, policy_loss
+from ..algorithms.metrics import Metrics, add, mean_of, means
+from ..architecture import check_architecture
+from ..config import Config
+from .optimizer import adamw, learning_rate, optimizer_state
+from .packing import MicroBatch, TrainRow, balance, collate, micro_batches
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """What a rank needs: the model folder, the run's options, its compute dtype, and how many updates are planned."""
+
+    path: str
+    config: Config
+    dtype: torch.dtype
+    total_updates: int
+
+
+class _Policy(nn.Module):
+    """The decoder, and the head on the positions that are scored only."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        hidden = self.model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
+                                       attention_mask=batch.attention_mask, use_cache=False).last_hidden_state
+        return self.model.get_output_embeddings()(hidden.flatten(0, 1)[batch.sources])
+
+
+class FsdpActor:
+    """One rank of the actor; a process group must exist."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        self._spec, self._config = spec, spec.config
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", self._rank) if cuda else torch.device("cpu")
+        config = AutoConfig.from_pretrained(spec.path)
+        check_architecture(config, spec.config.rollout.max_context)
+        self._export_dtype = config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32, attn_implementation="sdpa")
+        self._policy = _Policy(model.to(self._device).eval())
+        self._shard()
+        self._named = dict(model.named_parameters())
+        self._optimizer = adamw(self._named.values(), self._config.actor)
+        self.updates = 0
+
+    def _shard(self) -> None:
+        mesh = init_device_mesh(self._device.type, (self._ranks,))
+        precision = MixedPrecisionPolicy(param_dtype=self._spec.dtype, reduce_dtype=torch.float32)
+        options = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": self._ranks > 1}
+        for layer in self._policy.model.base_model.layers:
+            fully_shard(layer, **options)
+        fully_shard(self._policy, **options)
+        # Losses are sums over all ranks, so gradients are too; FSDP would average.
+        self._policy.set_gradient_divide_factor(1.0)
+
+    def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, float]:
+        """One optimizer update a window."""
+        total: Metrics = {}
+        started = time.perf_counter()
+        if len(windows) > 1:
+            self._score([row for window in windows for row in window])
+        scored = time.perf_counter()
+        for window in windows:
+            add(total, self._update(window))
+        result = means(self._sum_over_ranks(total))
+        return result | {"time/logprobs": scored - started, "time/train": time.perf_counter() - scored}
+
+    def _update(self, window: Sequence[TrainRow]) -> Metrics:
+        batches, steps = self._share([row for row in window if row.advantage])
+        if not steps:
+            return self._measure(window)
+        total: Metrics = {}
+        for step in range(steps):
+            self._policy.set_requires_gradient_sync(step == steps - 1)
+            # Every rank must take part in every forward and backward pass; those with no rows left lend one.
+            own = step < len(batches)
+            batch = batches[step] if own else self._lent(window)
+            loss, metrics = self._loss(batch)
+            (loss if own else loss * 0).backward()
+            if own:
+                add(total, metrics | {"policy/loss": torch.stack([loss.detach().double(), loss.new_zeros(()).double()])})
+        norm = self._step_optimizer()
+        return total | self._update_metrics(total, norm)
+
+    def _step_optimizer(self) -> float:
+        actor = self._config.actor
+        norm = nn.utils.clip_grad_norm_(self._named.values(), actor.max_grad_norm)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if norm == norm and norm != float("inf"):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate()
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        return norm
+
+    def _rate(self) -> float:
+        return learning_rate(self._config.actor, self.updates, self._spec.total_updates)
+
+    def _update_metrics(self, total: Metrics, norm: float) -> Metrics:
+        """Metrics that all ranks have in common, from the first."""
+        finite = norm == norm and norm != float("inf")
+        rate = learning_rate(self._config.actor, self.updates - 1, self._spec.total_updates)
+        values = {"optim/lr": rate, "optim/skipped_nonfinite": float(not finite), "policy/loss": 0.0}
+        if finite:
+            values["optim/grad_norm"] = norm
+        share = 1.0 if self._rank == 0 else 0.0
+        metrics = {name: torch.tensor([value * share, share], dtype=torch.float64, device=self._device)
+                   for name, value in values.items()}
+        if "policy/loss" in total:
+            metrics["policy/loss"] = metrics["policy/loss"] + total["policy/loss"]
+        return metrics
+
+    def _measure(self, window: Sequence[TrainRow]) -> Metrics:
+        """No row teaches anything: no update, yet sampler and trainer are compared on one of them."""
+        with torch.no_grad():
+            _, metrics = self._loss(self._lent(window))
+        self.updates += 1
+        return metrics if self._rank == 0 else {}
+
+    def _lent(self, window: Sequence[TrainRow]) -> MicroBatch:
+        return collate(micro_batches(window[:1], self._config.actor.micro_batch_tokens)[0], self._device)
+
+    def _share(self, rows: Sequence[TrainRow]) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches, and how many passes all ranks make."""
+        limit = self._config.actor.micro_batch_tokens
+        shares = [micro_batches(share, limit) for share in balance(rows, self._ranks)]
+        return [collate(tries, self._device) for tries in shares[self._rank]], max(map(len, shares))
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[N] log π of the trainable tokens, [S, V] logits under the sampling temperature."""
+        scaled = self._policy(batch).float() / self._config.rollout.temperature
+        return scaled[batch.source_of, batch.targets] - scaled.logsumexp(-1)[batch.source_of], scaled
+
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        logp, scaled = self._logprobs(batch)
+        known = [row.old_logprobs for row in batch.order]
+        old = logp.detach() if None in known else logp.new_tensor([value for values in known for value in values])
+        algorithm = self._config.algorithm
+        importance = algorithm.importance
+        coefficients, metrics = importance_coefficients(
+            old, batch.behaviour, batch.rows, level=self._config.importance_level, mode=importance.mode,
+            low=importance.low, high=importance.high)
+        options = LossOptions(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
+        loss, more = policy_loss(algorithm.loss, logp, old, batch.advantages, batch.weights, batch.rows,
+                                 coefficients=coefficients, options=options)
+        with torch.no_grad():
+            logs = scaled.log_softmax(-1)
+            entropy = -(logs.exp() * logs).sum(-1)
+        return loss, metrics | more | {"policy/entropy": mean_of(entropy[batch.source_of])}
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[TrainRow]) -> None:
+        """Fill in log π_old, which every rank needs for its share of each window."""
+        batches, steps = self._share(rows)
+        found: dict[int, list[float]] = {}
+        for step in range(steps):
+            batch = batches[step] if step < len(batches) else self._lent(rows)
+            values = self._logprobs(batch)[0].tolist()
+            for row in batch.order if step < len(batches) else ():
+                found[row.row], values = values[: len(row.trained)], values[len(row.trained) :]
+        everything: list[dict[int, list[float]]] = [{}] * self._ranks
+        dist.all_gather_object(everything, found)
+        for row in rows:
+            row.old_logprobs = next(part[row.row] for part in everything if row.row in part)
+
+    def _sum_over_ranks(self, metrics: Metrics) -> Metrics:
+        everything: list[Metrics] = [{}] * self._ranks
+        dist.all_gather_object(everything, {name: value.cpu() for name, value in metrics.items()})
+        total: Metrics = {}
+        for part in everything:
+            add(total, part)
+        return total
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters; all ranks must iterate."""
+        for name, parameter in self._named.items():
+            tensor = parameter.detach()
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local() if self._ranks == 1 else tensor.full_tensor()
+            yield name, tensor
+
+    def _state(self) -> dict[str, object]:
+        return {"model": {name: parameter.detach() for name, parameter in self._named.items()},
+                "optimizer": optimizer_state(self._optimizer, self._named),
+                "updates": torch.tensor(self.updates)}
+
+    def save(self, folder: Path) -> None:
+        """Write a sharded checkpoint."""
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint into parameters and optimizer, in place."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        self.updates = int(state["updates"])
+
+    def export(self, folder: Path) -> None:
+        """Write the model as transformers does, in the dtype that it came in."""
+        state = {name: tensor.to("cpu", self._export_dtype).clone() for name, tensor in self.weights()}
+        if self._rank == 0:
+            self._policy.model.save_pretrained(folder, state_dict=state)
+
+    def close(self) -> None:
+        """Nothing that the process does not own."""

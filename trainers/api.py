@@ -1,0 +1,223 @@
+"""`train`, `evaluate` and `rollout`: what `molt_gym` offers under the same names."""
+
+import asyncio
+import os
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer
+
+from molt_gym.policy import Policy, PolicyFunction, as_policy
+from molt_gym.threads import call_in_thread
+from molt_gym.tokens import Trajectory
+
+from .config import Config, load_config
+from .evaluate import EvalResult
+from .loop import Loop
+from .models import ResolvedModel, resolve_model
+from .progress import Progress, make_progress
+from .rollout.pool import Plan, Pool, TaskStream
+from .run_dir import RunDir, default_path
+from .session import Sampler, env_maker, evaluate_with, policy_runner, seed_everything
+
+T = TypeVar("T")
+Settings = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run left its files, its metrics (one dict a line of metrics.jsonl), and its last checkpoint."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]]
+    checkpoint: Path | None
+
+
+def train(
+    env: str,
+    model: str | os.PathLike[str] | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    config: Settings = None,
+    **overrides: Any,
+) -> TrainResult:
+    """See `molt_gym.train`."""
+    given = {"seed": seed, **overrides} | ({} if steps is None else {"steps": steps})
+    given |= {} if out is None else {"out": os.fspath(out)}
+    with make_progress() as progress:
+        earlier = Path(out) / "config.toml" if out is not None and (Path(out) / "config.toml").is_file() else None
+        settings, resolved = configure(env, model, config, given, progress, earlier=earlier)
+        path = Path(settings.out) if settings.out else default_path(env, resolved.name)
+        resume = earlier is not None and settings.checkpoint.resume == "auto"
+        with RunDir(path, resume=resume) as run_dir:
+            if not resume:
+                run_dir.write_config(settings.to_toml())
+            seed_everything(settings.seed)
+            return run(_train(settings, resolved, run_dir, progress, resume=resume))
+
+
+async def _train(config: Config, model: ResolvedModel, run_dir: RunDir, progress: Progress, *, resume: bool) -> TrainResult:
+    from .actor.fsdp_actor import ActorSpec
+    from .actor.launch import LocalActor
+    from .session import pick_dtype
+
+    maker = env_maker(config)
+    tasks = TaskStream(maker.num_tasks(), config.seed)
+    played = _Counter(progress, config.rollouts_per_step)
+    sampler = Sampler(model.path, config, played)
+    total = config.steps * config.algorithm.updates_per_batch
+    actor = LocalActor(ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
+    rollout = config.rollout
+    runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
+    plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness, rollout.dynamic_filter)
+    pool = Pool(runner, tasks, plan, seed=config.seed)
+    loop = Loop(config, sampler, actor, pool, run_dir, progress)
+    try:
+        resumed = resume and loop.restore()
+        progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
+        await loop.run()
+        actor.export(run_dir.model_path)
+        AutoTokenizer.from_pretrained(model.path).save_pretrained(run_dir.model_path)
+    finally:
+        await pool.close()
+        runner.close()
+        await sampler.engine.close()
+        actor.close()
+        _draw(run_dir, progress)
+    return TrainResult(run_dir.path, run_dir.read_metrics(), max(run_dir.checkpoints_path.glob("step-*"), default=None))
+
+
+def evaluate(
+    env: str,
+    model: str | os.PathLike[str] | Policy | PolicyFunction | None = None,
+    *,
+    episodes: int = 64,
+    k: int = 1,
+    seed: int = 0,
+    config: Settings = None,
+    **overrides: Any,
+) -> EvalResult:
+    """See `molt_gym.evaluate`."""
+    given = {"eval.episodes": episodes, "eval.k": k, "seed": seed, **overrides}
+    if k > 1 and not any(str(name).replace("__", ".").startswith("eval.temperature") for name in overrides):
+        given["eval.temperature"] = 1.0
+    if model is None or isinstance(model, str | os.PathLike):
+        with make_progress() as progress:
+            settings, resolved = configure(env, model, config, given, progress)
+        return run(_with_sampler(resolved, settings, lambda sampler: sampler.evaluate()))
+    settings = _load(env, None, config, given)
+    runner = policy_runner(as_policy(model), env_maker(settings, held_out=True), settings)
+    try:
+        return run(evaluate_with(runner, settings))
+    finally:
+        runner.close()
+
+
+def rollout(
+    env: str,
+    policy: str | os.PathLike[str] | Policy | PolicyFunction | None,
+    n: int,
+    *,
+    seed: int = 0,
+    config: Settings = None,
+    **overrides: Any,
+) -> list[Trajectory]:
+    """See `molt_gym.rollout`."""
+    given = {"seed": seed, **overrides}
+
+    async def play(settings: Config, runner: Any) -> list[Trajectory]:
+        tasks = TaskStream(env_maker(settings).num_tasks(), settings.seed, epochs=1)
+        pool = Pool(runner, tasks, Plan(n, 1), seed=settings.seed)
+        try:
+            return (await pool.next_batch(0)).played
+        finally:
+            await pool.close()
+            runner.close()
+
+    if policy is None or isinstance(policy, str | os.PathLike):
+        with make_progress() as progress:
+            settings, resolved = configure(env, policy, config, given, progress)
+        return run(_with_sampler(resolved, settings, lambda sampler: play(settings, sampler.runner(
+            env_maker(settings), settings.rollout.temperature, ordered=True))))
+    settings = _load(env, None, config, given)
+    return run(play(settings, policy_runner(as_policy(policy), env_maker(settings), settings)))
+
+
+async def _with_sampler(model: ResolvedModel, config: Config, use: Any) -> Any:
+    sampler = Sampler(model.path, config)
+    try:
+        return await use(sampler)
+    finally:
+        await sampler.engine.close()
+
+
+def configure(
+    env: str, model: str | os.PathLike[str] | None, config: Settings, overrides: Mapping[str, Any], progress: Progress,
+    *, earlier: Path | None = None,
+) -> tuple[Config, ResolvedModel]:
+    """The run's configuration and its model, whose preset lies below the user's settings.
+
+    `earlier` is the config.toml of the run that is resumed; it lies below them too.
+    """
+    draft = _load(env, model, config, overrides, earlier=earlier)
+    env_maker(draft).num_tasks()
+    resolved = resolve_model(draft.model, env=env, env_kwargs=dict(draft.env_kwargs), seed=draft.seed,
+                             say=progress.message)
+    preset = {} if earlier else resolved.preset
+    return _load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier), resolved
+
+
+def _load(
+    env: str, model: str | os.PathLike[str] | None, config: Settings, overrides: Mapping[str, Any],
+    *, preset: Mapping[str, Any] | None = None, earlier: Path | None = None,
+) -> Config:
+    name = None if model is None else os.fspath(model)
+    if earlier is not None:
+        preset = load_config(file=earlier).model_dump(exclude_none=True)
+    if isinstance(config, Mapping):
+        return load_config(env, model=name, preset=_merged(preset or {}, config), overrides=overrides)
+    return load_config(env, model=name, file=config, preset=preset, overrides=overrides)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
+            if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}
+    return {**below, **above, **both}
+
+
+class _Counter:
+    """Tells the progress display how many rollouts of the step have ended."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done, self._step = progress, total, 0, -1
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        if trajectory.step != self._step:
+            self._step, self._done = trajectory.step, 0
+        self._done += 1
+        if trajectory.step:
+            self._progress.rollout_done(self._done, self._total)
+        else:
+            self._progress.rollout_done(self._done, self._done, "evaluated")
+
+
+def _draw(run_dir: RunDir, progress: Progress) -> None:
+    from .curve import draw
+
+    try:
+        draw(run_dir.path)
+    except (ValueError, OSError) as error:
+        progress.message(f"no curve.png: {error}")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run on an event loop of its own, in a thread of its own where one is running already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return call_in_thread(lambda: asyncio.run(work), "molt-gym-loop").result()

@@ -1,0 +1,28 @@
+"""Which transformers models both the sampler and the trainer compute rightly.
+
+Both run the decoder and the output head themselves: with masks of their own, and without what a model's `forward` does
+to its logits. What they would get silently wrong is refused.
+"""
+
+from transformers import PreTrainedConfig
+
+from molt_gym.errors import ConfigError
+
+_LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
+
+
+def check_architecture(config: PreTrainedConfig, max_context: int) -> None:
+    """Raise ConfigError for layers that do not attend to everything, changed logits, or a context that is too short."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
+        kinds.add("sliding_attention")
+    if kinds != {"full_attention"}:
+        raise ConfigError(f"model: {config.model_type} has layers of kind {sorted(kinds - {'full_attention'})}, which "
+                          "are not supported; choose a model whose layers are all full attention")
+    for name, neutral in _LOGIT_CHANGES.items():
+        if getattr(config, name, neutral) not in (neutral, None):
+            raise ConfigError(f"model: {config.model_type} changes its logits ({name} = {getattr(config, name)}), which "
+                              "is not supported; choose another model")
+    if max_context > config.max_position_embeddings:
+        raise ConfigError(f"rollout.max_context: {max_context} is more than the model's "
+                          f"{config.max_position_embeddings} positions; write at most that")

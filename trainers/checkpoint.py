@@ -1,0 +1,75 @@
+"""Checkpoints that are whole or not there.
+
+Invariants: a checkpoint is published by renaming a complete, flushed folder, and older ones are deleted only after
+that; it is read only if every file has the size and checksum that its manifest names, so the newest whole one is
+found whatever happened to the others.
+"""
+
+import json
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .actor.actor import Actor
+from .atomic import atomic_path
+
+MANIFEST = "manifest.json"
+
+
+def save_checkpoint(folder: Path, step: int, actor: Actor, state: dict[str, Any], keep: int) -> Path:
+    """Write `folder`/step-<6 digits>, then delete all but the newest `keep`.
+
+    Raises:
+        OSError: the disk is full or refuses; what was there before still is.
+    """
+    path = folder / f"step-{step:06d}"
+    with atomic_path(path) as temporary:
+        temporary.mkdir()
+        actor.save(temporary / "actor")
+        (temporary / "trainer.json").write_text(json.dumps({"step": step, **state}), encoding="utf-8")
+        manifest = {str(file.relative_to(temporary)): [file.stat().st_size, _checksum(file)]
+                    for file in sorted(temporary.rglob("*")) if file.is_file()}
+        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint; each broken one that is newer is named in a warning."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        problem = next(_problems(path), None)
+        if problem is None:
+            return path
+        warnings.warn(f"checkpoint {path} is not whole ({problem}); trying an older one", stacklevel=2)
+    return None
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """What `save_checkpoint` was given as `state`, and the step."""
+    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+
+
+def _problems(path: Path) -> Iterator[str]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield f"{MANIFEST}: {error}"
+        return
+    for name, (size, checksum) in manifest.items():
+        file = path / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != size or _checksum(file) != checksum:
+            yield f"{name} is damaged"
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value

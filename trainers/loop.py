@@ -1,0 +1,177 @@
+"""The training loop: pool → batch → advantages → actor → weights to the engine.
+
+Written against `RolloutEngine` and `Actor`, wherever they run. Invariants: a step's metrics line is on disk before its
+checkpoint is; a checkpoint holds the state after whole steps only; on-policy, nothing is in flight when the weights
+change; whatever ends the run early, the newest state is saved or the reason why not is said.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molt_gym.errors import RunFailed
+from molt_gym.tokens import Trajectory
+
+from .actor.actor import Actor
+from .batch import usable, windows
+from .checkpoint import load_state, newest_checkpoint, save_checkpoint
+from .config import Config
+from .progress import Progress
+from .rollout.engine import RolloutEngine
+from .rollout.pool import Batch, Pool
+from .run_dir import RunDir
+from .session import Sampler
+from .step_metrics import rollout_metrics, sampled_tokens
+
+
+@dataclass
+class Loop:
+    """One run's parts, and `step`, the number of whole steps behind it."""
+
+    config: Config
+    sampler: Sampler
+    actor: Actor
+    pool: Pool
+    run_dir: RunDir
+    progress: Progress
+    step: int = 0
+    best: float | None = None
+    exhausted: bool = False
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """What samples."""
+        return self.sampler.engine
+
+    def restore(self) -> bool:
+        """Go on from the newest whole checkpoint of the run folder, if there is one."""
+        path = newest_checkpoint(self.run_dir.checkpoints_path)
+        if path is None:
+            return False
+        state = load_state(path)
+        self.actor.load(path / "actor")
+        self.pool.load_state(state["pool"])
+        self.step, self.best = state["step"], state["best"]
+        self.run_dir.cut_metrics(self.step)
+        return True
+
+    async def run(self) -> None:
+        """All steps that are left, with evaluations and checkpoints.
+
+        Raises:
+            RunFailed: too many rollouts failed, or there was nothing to train on.
+            asyncio.CancelledError: interrupted, after the state was saved.
+        """
+        await self._send_weights()
+        try:
+            if self.config.eval.before and self.step == 0:
+                await self._evaluate("before")
+            while self.step < self.config.steps and not self.exhausted:
+                await self._next_step()
+            if self.config.eval.after:
+                await self._evaluate("after")
+        except asyncio.CancelledError:
+            await self.pool.close()
+            self.progress.message(f"interrupted; saved as {self._save()}; go on with the same command and "
+                                  f"--resume {self.run_dir.path}")
+            raise
+        if not self.step:
+            raise RunFailed(f"{self.config.env} has no task to train on")
+        self._save()
+
+    async def _next_step(self) -> None:
+        started = time.perf_counter()
+        busy = self.engine.busy_seconds
+        batch = await self.pool.next_batch(self.step + 1)
+        times = {"time/rollout": time.perf_counter() - started}
+        self._check_failures(batch)
+        self.exhausted = batch.exhausted
+        if not batch.groups:
+            return
+        # A cancelled update would leave weights that belong to no step.
+        learning = asyncio.ensure_future(self._learn(batch, times, started, busy))
+        try:
+            await asyncio.shield(learning)
+        except asyncio.CancelledError:
+            await learning
+            raise
+
+    async def _learn(self, batch: Batch, times: dict[str, float], started: float, busy: float) -> None:
+        dropped = Counter(batch.dropped)
+        groups = usable(batch.groups, self.config, self.engine.version, dropped)
+        batch.dropped = dropped
+        metrics = {"step": self.step + 1, **rollout_metrics(batch, self.engine.version)}
+        if groups:
+            rows, more = windows(groups, self.config)
+            metrics |= more | await asyncio.to_thread(self.actor.train, rows)
+        self.step += 1
+        sent = time.perf_counter()
+        await self._send_weights()
+        self.pool.confirm(batch)
+        times["time/weights"] = time.perf_counter() - sent
+        times["time/generate"] = self.engine.busy_seconds - busy
+        times["time/step"] = time.perf_counter() - started
+        metrics |= times
+        metrics |= _rates(metrics, batch.played, groups)
+        self.run_dir.write_rollouts(self.step, batch.played)
+        if self.config.eval.every and self.step % self.config.eval.every == 0 and self.step < self.config.steps:
+            metrics |= await self._score(f"step {self.step}")
+        self.run_dir.append_metrics(metrics)
+        self.progress.step(metrics)
+        every = self.config.checkpoint.every
+        if every and self.step % every == 0 and self.step < self.config.steps:
+            self._try_save()
+
+    async def _send_weights(self) -> None:
+        await self.engine.pause()
+        try:
+            await self.engine.update_weights(self.actor.weights(), self.step)
+        finally:
+            await self.engine.resume()
+
+    def _check_failures(self, batch: Batch) -> None:
+        failures = Counter(t.failure.reason for t in batch.played if t.failure is not None)
+        share = failures.total() / max(1, len(batch.played))
+        if failures and (share > self.config.rollout.max_failure_rate or share == 1):
+            first = next(t.failure for t in batch.played if t.failure is not None)
+            counts = ", ".join(f"{reason} {count}" for reason, count in failures.most_common())
+            raise RunFailed(f"{failures.total()} of {len(batch.played)} rollouts of step {self.step + 1} failed "
+                            f"({counts}), more than rollout.max_failure_rate = {self.config.rollout.max_failure_rate} "
+                            f"allows; the first: {first.message}")
+
+    async def _evaluate(self, when: str) -> None:
+        self.run_dir.append_metrics({"step": self.step, "eval/when": when, **await self._score(when)})
+
+    async def _score(self, when: str) -> dict[str, float]:
+        started = time.perf_counter()
+        result = await self.sampler.evaluate()
+        self.progress.evaluation(result.env, when, result.metrics())
+        score = result.pass_at.get(1, result.reward_mean)
+        self.best = score if self.best is None else max(self.best, score)
+        return {f"eval/{result.env}/{name}": value for name, value in result.metrics().items()} | {
+            "time/eval": time.perf_counter() - started}
+
+    def _save(self) -> str:
+        state = {"pool": self.pool.state(), "best": self.best, "seed": self.config.seed}
+        return str(save_checkpoint(self.run_dir.checkpoints_path, self.step, self.actor, state,
+                                   self.config.checkpoint.keep))
+
+    def _try_save(self) -> None:
+        try:
+            self._save()
+        except OSError as error:
+            self.progress.message(f"checkpoint of step {self.step} was not saved: {error}; training goes on, the older "
+                                  "checkpoints are as they were")
+
+
+def _rates(metrics: dict[str, float], played: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Tokens a second, and how far the step is from generation and training alone."""
+    trained = sum(len(row.ids) for group in groups for trajectory in group for row in trajectory.rows)
+    alone = metrics["time/generate"] + metrics.get("time/train", 0.0) + metrics.get("time/logprobs", 0.0)
+    rates = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"],
+             "perf/step_over_parts": metrics["time/step"] / alone}
+    if metrics.get("time/train"):
+        rates["perf/train_tokens_per_s"] = trained / metrics["time/train"]
+    return rates

@@ -1,0 +1,62 @@
+"""The contract between rollouts and whatever samples for them.
+
+Invariants: token ids go in, token ids with their log-probabilities and weight versions come out; the requests of one
+`submit` enter the batch together, so that equal requests in equal order give equal replies; new weights take effect
+between two tokens, never within one, and nothing computed with old weights is reused for a later request.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from molt_gym.tokens import Generation, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One reply to sample.
+
+    ids: the whole prompt. key: names the request and orders the requests of one `submit`.
+    """
+
+    ids: list[int]
+    sampling: Sampling
+    key: tuple[int, ...] = ()
+
+
+class RolloutEngine(Protocol):
+    """Samples replies with the newest weights that it was given."""
+
+    version: int
+    """Of the weights in use; every sampled token is stamped with it."""
+    busy_seconds: float
+    """Time spent computing so far."""
+    max_context: int
+    """Prompt and reply together may have this many tokens."""
+
+    def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
+        """Queue requests, all at once. Cancelling a future takes its request out of the batch."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two tokens; what is in flight stays in flight."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take new weights by parameter name while paused; prefix caches are forgotten."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests left, so that later ones do not depend on them."""
+        ...
+
+    async def close(self) -> None:
+        """Fail what is in flight and free the memory. Idempotent."""
+        ...

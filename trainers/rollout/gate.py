@@ -1,0 +1,85 @@
+"""When requests go to the engine.
+
+A batch's composition changes the last bits of every logit in it, and bits change samples. `WaveGate` makes the
+composition a function of the seed: it waits until every live rollout has asked or ended, then submits all requests at
+once, in the order of their keys. `OpenGate` submits at once, which is faster where replies and env steps vary in length.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from molt_gym.tokens import Generation
+
+from .engine import Request, RolloutEngine
+
+
+class Gate(Protocol):
+    """Between rollouts and the engine."""
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """A rollout is live within this block."""
+        ...
+
+    async def generate(self, request: Request) -> Generation:
+        """The engine's reply."""
+        ...
+
+
+class OpenGate:
+    """Requests pass as they come."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """A rollout is live within this block."""
+        yield
+
+    async def generate(self, request: Request) -> Generation:
+        """The engine's reply."""
+        return await self._engine.submit([request])[0]
+
+
+class WaveGate:
+    """Requests pass together, once every live rollout has asked or ended."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._live = 0
+        self._waiting: dict[tuple[int, ...], tuple[Request, asyncio.Future]] = {}
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """A rollout is live within this block. Enter those that belong together before the first of them asks."""
+        self._live += 1
+        try:
+            yield
+        finally:
+            self._live -= 1
+            self._release()
+
+    async def generate(self, request: Request) -> Generation:
+        """The engine's reply."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[request.key] = (request, turn)
+        self._release()
+        try:
+            reply = await turn
+        except asyncio.CancelledError:
+            self._waiting.pop(request.key, None)
+            raise
+        return await reply
+
+    def _release(self) -> None:
+        if not self._waiting or len(self._waiting) < self._live:
+            return
+        wave = [self._waiting.pop(key) for key in sorted(self._waiting)]
+        replies = self._engine.submit([request for request, _ in wave])
+        for (_, turn), reply in zip(wave, replies, strict=True):
+            if turn.cancelled():
+                reply.cancel()
+            else:
+                turn.set_result(reply)

@@ -1,0 +1,166 @@
+"""Groups of rollouts in flight, and the batches that they make.
+
+Invariants: at most `Plan.most_in_flight` groups are in flight; on-policy (`max_staleness` 0) no more
+are dispatched than the batch still lacks, so that none is in flight when the weights change; a task that was dispatched
+and not yet trained is in `pending`, so that a resumed run plays it again; every group that is not trained is counted.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from molt_gym.errors import RunFailed
+from molt_gym.tokens import Trajectory
+
+from ..algorithms.shaping import trains
+from .runner import Runner
+from .ticket import Ticket
+
+MAX_REPLACEMENTS = 8
+"""Groups that a dynamic filter may drop for each one that it keeps, before the run stops."""
+
+
+@dataclass
+class Batch:
+    """What a step trains on. `played` holds every rollout of the step, also the failed and the dropped ones."""
+
+    groups: list[list[Trajectory]] = field(default_factory=list)
+    played: list[Trajectory] = field(default_factory=list)
+    dropped: Counter = field(default_factory=Counter)
+    dispatched: int = 0
+    exhausted: bool = False
+
+
+class TaskStream:
+    """Task indices in a seeded order: shuffled epochs of a finite set, or draws without end.
+
+    Args:
+        num_tasks: size of the set; None for an unbounded one.
+        epochs: how often the set is gone through; None for ever.
+    """
+
+    def __init__(self, num_tasks: int | None, seed: int, *, epochs: int | None = None) -> None:
+        self._num_tasks, self._seed, self._epochs = num_tasks, seed, epochs
+
+    def __getitem__(self, position: int) -> int:
+        """The task at `position`.
+
+        Raises:
+            IndexError: all epochs are over.
+        """
+        if self._num_tasks is None:
+            return int(np.random.default_rng([self._seed, position]).integers(2**31))
+        epoch, offset = divmod(position, self._num_tasks)
+        if self._epochs is not None and epoch >= self._epochs:
+            raise IndexError(position)
+        return int(np.random.default_rng([self._seed, epoch]).permutation(self._num_tasks)[offset])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many groups of how many rollouts, how far ahead, and which groups train."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int = 0
+    dynamic_filter: tuple[float, float] | None = None
+    capacity: int | None = None
+    """Most groups in flight; by default what `max_staleness` allows to be trained in time."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """`capacity`, or its default."""
+        return self.capacity or self.groups_per_step * (self.max_staleness + 1)
+
+
+class Pool:
+    """Dispatches groups and collects them in the order of completion (on-policy: of dispatch)."""
+
+    def __init__(self, runner: Runner, tasks: TaskStream, plan: Plan, *, seed: int) -> None:
+        self._runner, self._tasks, self._plan, self._seed = runner, tasks, plan, seed
+        self._flying: dict[asyncio.Task[list[Trajectory]], int] = {}
+        self._again: list[int] = []
+        self._pending: set[int] = set()
+        self._cursor = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Groups being played."""
+        return len(self._flying)
+
+    def state(self) -> dict[str, object]:
+        """Where the data stand: the next position, and those before it that no finished step has trained."""
+        return {"cursor": self._cursor, "pending": sorted(self._pending)}
+
+    def load_state(self, state: dict[str, object]) -> None:
+        """Go on from what `state` returned; what was in flight then is played again first."""
+        self._cursor, self._again = int(state["cursor"]), sorted(state["pending"])
+        self._pending = set(self._again)
+
+    def confirm(self, batch: Batch) -> None:
+        """The groups of `batch` are trained or dropped for good; a resumed run does not play them again."""
+        self._pending -= {trajectory.group for trajectory in batch.played}
+
+    async def next_batch(self, step: int) -> Batch:
+        """Play until `groups_per_step` groups have come in, or the tasks are over.
+
+        Raises:
+            RunFailed: the dynamic filter drops nearly everything.
+        """
+        batch, most = Batch(), self._plan.groups_per_step * (1 + MAX_REPLACEMENTS)
+        strict = self._plan.max_staleness == 0
+        while (missing := self._plan.groups_per_step - len(batch.groups)) > 0:
+            room = (missing if strict else self._plan.most_in_flight) - self.in_flight
+            batch.dispatched += self._dispatch(room, step)
+            if not self._flying:
+                batch.exhausted = True
+                break
+            waiting = asyncio.ALL_COMPLETED if strict else asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait(self._flying, return_when=waiting)
+            for task in sorted(done, key=self._flying.__getitem__)[: None if strict else missing]:
+                del self._flying[task]
+                self._collect(batch, task.result())
+            if sum(batch.dropped.values()) > most:
+                raise RunFailed(f"{sum(batch.dropped.values())} groups were dropped for {len(batch.groups)} that train "
+                                f"({dict(batch.dropped)}); the tasks are too easy or too hard for "
+                                f"rollout.dynamic_filter = {self._plan.dynamic_filter}")
+        return batch
+
+    async def close(self) -> None:
+        """Cancel what is in flight."""
+        for task in self._flying:
+            task.cancel()
+        await asyncio.gather(*self._flying, return_exceptions=True)
+
+    def _dispatch(self, count: int, step: int) -> int:
+        for done in range(count):
+            try:
+                position = self._again.pop(0) if self._again else self._cursor
+                index = self._tasks[position]
+            except IndexError:
+                return done
+            self._cursor = max(self._cursor, position + 1)
+            self._pending.add(position)
+            tickets = [Ticket(index, position, rollout, self._seed, step) for rollout in range(self._plan.group_size)]
+            self._flying[asyncio.create_task(self._group(tickets))] = position
+        return count
+
+    async def _group(self, tickets: list[Ticket]) -> list[Trajectory]:
+        return list(await asyncio.gather(*(self._runner.play(ticket) for ticket in tickets)))
+
+    def _collect(self, batch: Batch, group: list[Trajectory]) -> None:
+        batch.played += group
+        reason = self._refusal(group)
+        if reason:
+            batch.dropped[reason] += 1
+        else:
+            batch.groups.append(group)
+
+    def _refusal(self, group: list[Trajectory]) -> str | None:
+        scores = [trajectory.reward for trajectory in group if trajectory.reward is not None]
+        if self._plan.dynamic_filter is None or not scores:
+            return None
+        return None if trains(scores, *self._plan.dynamic_filter) else "filtered"
+

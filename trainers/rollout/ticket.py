@@ -1,0 +1,21 @@
+"""Which rollout to play."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Rollout number `rollout` of group `group` plays task `index`; `seed` is the run's, `step` is for the record."""
+
+    index: int
+    group: int
+    rollout: int = 0
+    seed: int = 0
+    step: int = 0
+
+    def derive(self, *more: int) -> int:
+        """A seed that depends on all of the ticket but `step`, and on `more`."""
+        entropy = (self.seed, self.group, self.rollout, *more)
+        return int(np.random.SeedSequence(list(entropy)).generate_state(1, np.uint64)[0])

@@ -1,0 +1,318 @@
+"""Continuous batching on a plain transformers model, in a thread of this process.
+
+Invariants: sequence i of the batch occupies slot i, so decoding reads the cache without a copy; requests join whenever
+a slot is free and leave as soon as they are done; equal prompts that join together are computed once; a token is
+stamped with the version of the weights that computed its logits.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from molt_gym.errors import PromptTooLong
+from molt_gym.tokens import Generation, Renderer
+
+from ..architecture import check_architecture
+from .engine import Request
+from .kv_cache import ATTENTION, SlotCache
+from .prefix_cache import PrefixCache
+from .sampler import sample
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens, padding included, that one forward pass takes."""
+PREFIX_TOKENS = 8192
+"""Positions of finished sequences that are kept for their next turn."""
+PAUSE_TIMEOUT = 120.0
+"""Seconds that the step in progress may take to end."""
+
+
+class _Sequence:
+    """A request being decoded."""
+
+    def __init__(self, request: Request, future: Future, stop_ids: Iterable[int], max_context: int) -> None:
+        self.request, self.future = request, future
+        self.ids = list(request.ids)
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.stop_ids = frozenset(stop_ids) | frozenset(request.sampling.stop_token_ids)
+        self.room = min(request.sampling.max_tokens, max_context - len(request.ids))
+        self._random = np.random.default_rng(request.sampling.seed)
+
+    def uniform(self) -> float:
+        return self._random.random()
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def finish_reason(self, renderer: Renderer) -> str | None:
+        if self.ids[-1] in self.stop_ids:
+            return "stop"
+        stops = self.request.sampling.stop
+        if stops:
+            text = renderer.decode(self.ids[len(self.request.ids) :])
+            if any(stop in text for stop in stops):
+                return "stop"
+        return "length" if len(self.logprobs) >= self.room else None
+
+    def generation(self, reason: str) -> Generation:
+        return Generation(self.ids[len(self.request.ids) :], self.logprobs, self.versions, reason)
+
+
+class TransformersEngine:
+    """A `RolloutEngine` for any causal model of transformers whose layers attend to everything before them.
+
+    Args:
+        path: model folder.
+        renderer: knows the stop tokens, and decodes for stop strings.
+        dtype: of weights and cache.
+        max_context: most tokens of prompt and reply.
+        max_sequences: most sequences in the batch.
+
+    Raises:
+        ConfigError: the model has another kind of layers, or a shorter context.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        renderer: Renderer,
+        *,
+        dtype: torch.dtype,
+        max_context: int,
+        max_sequences: int,
+        device: str | None = None,
+    ) -> None:
+        config = AutoConfig.from_pretrained(path)
+        check_architecture(config, max_context)
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION)
+        self._model = model.to(self._device).eval()
+        self._renderer = renderer
+        self._cache = SlotCache(config, max_sequences, max_context, dtype, self._device)
+        self._prefixes = PrefixCache(PREFIX_TOKENS)
+        self._max_sequences = max_sequences
+        self.max_context, self.version, self.busy_seconds = max_context, 0, 0.0
+        self._queue: deque[_Sequence] = deque()
+        self._batch: list[_Sequence] = []
+        self._state = threading.Condition()
+        self._paused = self._closed = False
+        self._resting = True
+        self._broken: Exception | None = None
+        threading.Thread(target=self._run, name="molt-gym-engine", daemon=True).start()
+
+    def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
+        """Queue requests, all at once."""
+        futures: list[Future] = []
+        with self._state:
+            for request in requests:
+                futures.append(future := Future())
+                if self._broken or self._closed:
+                    future.set_exception(self._broken or RuntimeError("the engine is closed"))
+                elif len(request.ids) >= self.max_context:
+                    future.set_exception(PromptTooLong(
+                        f"the prompt has {len(request.ids)} tokens; rollout.max_context = {self.max_context} leaves "
+                        "no room for a reply"))
+                else:
+                    self._queue.append(_Sequence(request, future, self._renderer.stop_token_ids, self.max_context))
+            self._state.notify_all()
+        return [asyncio.wrap_future(future) for future in futures]
+
+    async def pause(self) -> None:
+        """Stop between two tokens.
+
+        Raises:
+            TimeoutError: the step in progress did not end.
+        """
+        await asyncio.to_thread(self._rest)
+
+    async def resume(self) -> None:
+        """Go on."""
+        with self._state:
+            self._paused = False
+            self._state.notify_all()
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy new weights in, by name, while paused.
+
+        Raises:
+            RuntimeError: the engine runs.
+            ValueError: a name or a shape that the model does not have, or a parameter that was not sent.
+        """
+        if not self._paused:
+            raise RuntimeError("update_weights needs a paused engine; call pause() first")
+        await asyncio.to_thread(self._load, weights, version)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what earlier sequences left, so that what follows does not depend on them."""
+        with self._state:
+            self._prefixes.clear()
+
+    async def close(self) -> None:
+        """Fail what is in flight and end the thread."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        await asyncio.to_thread(self._rest)
+        self._fail(RuntimeError("the engine was closed"))
+
+    def _rest(self) -> None:
+        with self._state:
+            self._paused = True
+            self._state.notify_all()
+            if not self._state.wait_for(lambda: self._resting, PAUSE_TIMEOUT):
+                raise TimeoutError(f"the engine did not finish a step within {PAUSE_TIMEOUT:g} s")
+
+    @torch.no_grad()
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        parameters = dict(self._model.named_parameters())
+        missing = set(parameters)
+        for name, tensor in weights:
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the engine's model")
+            parameters[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"weights: {len(missing)} parameters were not sent, such as {min(missing)}")
+        self._prefixes.clear()
+        self.version = version
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                while not self._closed and (self._paused or not (self._queue or self._batch)):
+                    self._resting = True
+                    self._state.notify_all()
+                    self._state.wait()
+                self._resting = self._closed
+                if self._closed:
+                    self._state.notify_all()
+                    return
+                self._drop_cancelled()
+                joining = [self._queue.popleft()
+                           for _ in range(min(len(self._queue), self._max_sequences - len(self._batch)))]
+            started = time.perf_counter()
+            try:
+                with torch.inference_mode():
+                    self._advance(joining)
+            except Exception as error:  # noqa: BLE001  it belongs to all who wait for a reply
+                self._broken = error
+                self._fail(error, joining)
+            self.busy_seconds += time.perf_counter() - started
+
+    def _advance(self, joining: list[_Sequence]) -> None:
+        """One token for each sequence of the batch; those that join get their first one."""
+        if self._batch:
+            slots = torch.arange(len(self._batch), device=self._device)
+            last = [[sequence.ids[-1]] for sequence in self._batch]
+            logits = self._forward(slots, last, [len(sequence.ids) - 1 for sequence in self._batch], first=True)
+            self._sample(self._batch, logits)
+        if joining:
+            self._join(joining)
+        self._retire()
+
+    def _join(self, joining: list[_Sequence]) -> None:
+        leaders: dict[tuple[int, ...], int] = {}
+        for sequence in joining:
+            leaders.setdefault(tuple(sequence.ids), len(self._batch))
+            self._batch.append(sequence)
+        logits = self._prefill(list(leaders.values()))
+        base = len(self._batch) - len(joining)
+        for slot, sequence in enumerate(joining, start=base):
+            leader = leaders[tuple(sequence.ids)]
+            if leader != slot:
+                self._cache.move(leader, slot, len(sequence.ids))
+        self._sample(joining, torch.stack([logits[leaders[tuple(sequence.ids)]] for sequence in joining]))
+
+    def _prefill(self, slots: list[int]) -> dict[int, torch.Tensor]:
+        """Logits after the prompt of each slot."""
+        known: dict[int, int] = {}
+        for slot in slots:
+            known[slot], saved = self._prefixes.longest(self._batch[slot].ids)
+            if saved is not None:
+                self._cache.load(slot, saved, known[slot])
+        logits: dict[int, torch.Tensor] = {}
+        for chunk in _chunks(slots, {slot: len(self._batch[slot].ids) - known[slot] for slot in slots}):
+            new = [self._batch[slot].ids[known[slot] :] for slot in chunk]
+            index = torch.tensor(chunk, device=self._device)
+            out = self._forward(index, new, [known[slot] for slot in chunk], first=False)
+            logits.update(zip(chunk, out, strict=True))
+        return logits
+
+    def _forward(self, slots: torch.Tensor, new: list[list[int]], past: list[int], *, first: bool) -> torch.Tensor:
+        """Logits [B, V] after the last new token of each row."""
+        width = max(map(len, new))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in new], device=self._device)
+        lengths = torch.tensor([len(row) for row in new], device=self._device)
+        positions = torch.tensor(past, device=self._device)[:, None] + torch.arange(width, device=self._device)
+        window = max(start + len(row) for start, row in zip(past, new, strict=True))
+        padding = torch.arange(width, device=self._device) >= lengths[:, None]
+        self._cache.aim(slots, positions.masked_fill(padding, self.max_context), window, first=first)
+        mask = torch.arange(window, device=self._device) <= positions[:, :, None]
+        hidden = self._model.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask[:, None], past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self._model.lm_head(hidden[torch.arange(len(new), device=self._device), lengths - 1])
+
+    def _sample(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
+        samplings = [sequence.request.sampling for sequence in sequences]
+        tokens, logprobs = sample(logits, samplings, [sequence.uniform() for sequence in sequences])
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.add(token, logprob, self.version)
+
+    def _retire(self) -> None:
+        """Hand over what is finished; the last slots move into the gaps."""
+        for slot in reversed(range(len(self._batch))):
+            sequence = self._batch[slot]
+            reason = sequence.finish_reason(self._renderer)
+            if reason is None:
+                continue
+            # The last token was never fed to the model, so the cache ends before it.
+            self._prefixes.put(sequence.ids[:-1], self._cache.save(slot, len(sequence.ids) - 1))
+            self._remove(slot)
+            if sequence.future.set_running_or_notify_cancel():
+                sequence.future.set_result(sequence.generation(reason))
+
+    def _remove(self, slot: int) -> None:
+        last = self._batch.pop()
+        if slot < len(self._batch):
+            self._cache.move(len(self._batch), slot, len(last.ids))
+            self._batch[slot] = last
+
+    def _drop_cancelled(self) -> None:
+        for slot in reversed(range(len(self._batch))):
+            if self._batch[slot].future.cancelled():
+                self._remove(slot)
+        self._queue = deque(sequence for sequence in self._queue if not sequence.future.cancelled())
+
+    def _fail(self, error: Exception, joining: Sequence[_Sequence] = ()) -> None:
+        with self._state:
+            waiting = dict.fromkeys([*self._batch, *self._queue, *joining])
+            self._batch.clear()
+            self._queue.clear()
+        for sequence in waiting:
+            if sequence.future.set_running_or_notify_cancel():
+                sequence.future.set_exception(error)
+
+
+def _chunks(slots: list[int], tokens: dict[int, int]) -> Iterable[list[int]]:
+    """Slots in runs whose padded size stays within `PREFILL_TOKENS`, longest first so that little is padding."""
+    chunk: list[int] = []
+    for slot in sorted(slots, key=lambda slot: (-tokens[slot], slot)):
+        if chunk and tokens[chunk[0]] * (len(chunk) + 1) > PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(slot)
+    if chunk:
+        yield chunk
+

@@ -1,0 +1,147 @@
+"""The parts of a run, put together from its configuration."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch
+from transformers import AutoTokenizer
+
+from molt_gym.policy import Policy
+from molt_gym.registry import find_spec, make
+from molt_gym.tokens import Renderer, Sampling, Trajectory
+
+from .config import Config
+from .evaluate import EvalResult, evaluate, held_out_kwargs
+from .rollout.engine import RolloutEngine
+from .rollout.gate import Gate, OpenGate, WaveGate
+from .rollout.pool import TaskStream
+from .rollout.runner import Limits, Runner
+from .rollout.seats import PolicySeat, TokenSeat
+from .rollout.ticket import Ticket
+from .rollout.transformers_engine import TransformersEngine
+
+EVAL_SEED = 1_000_003
+"""Added to the run's seed where an env has no split, so that evaluation draws other tasks than training."""
+
+
+@dataclass(frozen=True)
+class EnvMaker:
+    """Makes envs of one id and keywords; `num_tasks` is asked from the first one."""
+
+    env_id: str
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> gym.Env:
+        return make(self.env_id, **self.kwargs)
+
+    def num_tasks(self) -> int | None:
+        """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
+        env = self()
+        try:
+            return getattr(env.unwrapped, "num_tasks", None)
+        finally:
+            env.close()
+
+
+def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
+    """The envs of training, or of evaluation.
+
+    Raises:
+        UnknownEnv, NotAChatEnv, ConfigError: the env cannot be made.
+    """
+    kwargs, turns = dict(config.env_kwargs), config.rollout.max_turns
+    if held_out:
+        kwargs = held_out_kwargs(find_spec(config.env)) | kwargs | config.eval.env_kwargs
+        turns = config.eval.max_turns or turns
+    if turns is not None:
+        kwargs["max_episode_steps"] = turns
+    return EnvMaker(config.env, kwargs)
+
+
+def limits(config: Config) -> Limits:
+    """Deadlines and retries."""
+    rollout = config.rollout
+    return Limits(rollout.reset_timeout, rollout.step_timeout, rollout.generate_timeout, rollout.episode_timeout,
+                  rollout.retries)
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    flags = Path("/proc/cpuinfo")
+    native = torch.cuda.is_available() or (flags.is_file() and
+                                           not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.read_text().split()))
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_renderer(path: Path, config: Config) -> Renderer:
+    """The renderer of a model folder."""
+    return Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(config.rollout.template_kwargs))
+
+
+class Sampler:
+    """Engine and renderer: what it takes to play with a model.
+
+    Args:
+        path: model folder.
+        done: called with each trajectory of training.
+    """
+
+    def __init__(self, path: Path, config: Config, done: Callable[[Trajectory], None] = lambda _: None) -> None:
+        self._config, self._done = config, done
+        self.renderer = load_renderer(path, config)
+        name = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.dtype
+        self.engine: RolloutEngine = TransformersEngine(
+            path, self.renderer, dtype=pick_dtype(name), max_context=config.rollout.max_context,
+            max_sequences=config.rollout.max_concurrency)
+
+    def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> Runner:
+        """Plays with the engine; `ordered` makes the outcome a function of the seed (see `WaveGate`)."""
+        rollout = self._config.rollout
+        gate: Gate = WaveGate(self.engine) if ordered else OpenGate(self.engine)
+        sampling = Sampling(rollout.max_tokens, temperature, rollout.top_p, rollout.top_k)
+
+        def seat(ticket: Ticket, attempt: int) -> TokenSeat:
+            return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate)
+
+        return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done)
+
+    async def evaluate(self) -> EvalResult:
+        """The held-out score of the weights in use."""
+        runner = self.runner(env_maker(self._config, held_out=True), self._config.eval.temperature, ordered=True)
+        try:
+            return await evaluate_with(runner, self._config)
+        finally:
+            runner.close()
+            await self.engine.reset_prefix_cache()
+
+
+def policy_runner(policy: Policy, maker: EnvMaker, config: Config) -> Runner:
+    """Plays with a policy that is no model of ours."""
+    return Runner(maker.env_id, maker, lambda ticket, attempt: PolicySeat(policy), limits(config))
+
+
+async def evaluate_with(runner: Runner, config: Config) -> EvalResult:
+    """The held-out score of whatever `runner` asks."""
+    maker = env_maker(config, held_out=True)
+    tasks = held_out_tasks(config, maker)
+    return await evaluate(runner, tasks, config.eval.episodes, config.eval.k, chunk=config.rollout.max_concurrency,
+                          seed=config.seed)
+
+
+def held_out_tasks(config: Config, maker: EnvMaker) -> TaskStream:
+    """The first tasks of the test split in a fixed order; without a split, draws that training does not make."""
+    has_split = "split" in maker.kwargs
+    return TaskStream(maker.num_tasks(), 0 if has_split else config.seed + EVAL_SEED, epochs=1)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed what libraries draw from behind our back; our own sampling has generators of its own."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+

@@ -1,0 +1,49 @@
+"""The rollout half of a step's metrics line."""
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from molt_gym.tokens import Trajectory
+
+from .batch import sampled_versions
+from .rollout.pool import Batch
+
+PASS_REWARD = 1.0
+"""A rollout passes if its reward reaches this."""
+
+
+def passes(trajectory: Trajectory) -> bool:
+    """Whether the rollout solved its task."""
+    return trajectory.reward is not None and trajectory.reward >= PASS_REWARD
+
+
+def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+    """How many tokens the policy sampled."""
+    return sum(sum(row.mask) for trajectory in trajectories for row in trajectory.rows)
+
+
+def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """Rewards, lengths, staleness, and what was lost by reason; over rollouts, each counted once."""
+    ended = [trajectory for trajectory in batch.played if trajectory.failure is None]
+    metrics: dict[str, float] = {"rollout/count": len(batch.played), "rollout/dispatched_groups": batch.dispatched}
+    for trajectory in batch.played:
+        if trajectory.failure is not None:
+            name = f"rollout/failed/{trajectory.failure.reason}"
+            metrics[name] = metrics.get(name, 0) + 1
+    metrics |= {f"rollout/dropped/{reason}": count for reason, count in sorted(batch.dropped.items())}
+    if not ended:
+        return metrics
+    rewards = [trajectory.reward for trajectory in ended]
+    ages = [version - sampled for trajectory in ended for sampled in sampled_versions(trajectory)] or [0]
+    return metrics | {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/" + ended[0].env: fmean(rewards),
+        "pass/at_1": fmean(map(passes, ended)),
+        "rollout/length_mean": sampled_tokens(ended) / len(ended),
+        "rollout/turns_mean": fmean(trajectory.turns for trajectory in ended),
+        "rollout/truncated": fmean(trajectory.truncated or trajectory.length_limited for trajectory in ended),
+        "rollout/fork_rate": sum(trajectory.forks for trajectory in ended) / max(1, sum(t.turns for t in ended)),
+        "staleness/mean": fmean(ages),
+        "staleness/max": max(ages),
+    }
