@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 __all__ = ["Check", "check_machine", "report"]
 
-Status = Literal["ok", "warning", "broken"]
-_MARKS = {"ok": "✓", "warning": "!", "broken": "✗"}
+Status = Literal["ok", "absent", "warning", "broken"]
+_MARKS = {"ok": "✓", "absent": "·", "warning": "!", "broken": "✗"}
 _DISTRIBUTION = "molt-gym"
 _GIB = 2**30
 # SmolLM2-135M: float32 master weights, gradients and Adam's moments take 2.2 GB, a checkpoint 1.6 GB.
@@ -105,7 +105,10 @@ def _packages() -> Iterator[Check]:
     )
     for extra, problems in optional.items():
         lacking = [problem for problem in problems if problem]
-        yield Check(f"extra [{extra}]", "ok", f"not installed: {', '.join(lacking)}" if lacking else "installed")
+        if lacking:
+            yield Check(f"extra [{extra}]", "absent", f"optional, not installed: {', '.join(lacking)}")
+        else:
+            yield Check(f"extra [{extra}]", "ok", "installed")
 
 
 def _extra_of(marker: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -48,14 +48,9 @@ def print_message(console: Console, message: Message) -> None:
 
 
 def play(
-    env_id: str,
-    *,
-    seed: int | None = None,
-    env_kwargs: Mapping[str, Any] | None = None,
-    read: Callable[[str], str] = input,
-    console: Console | None = None,
+    env_id: str, *, seed: int | None = None, env_kwargs: Mapping[str, Any] | None = None, console: Console | None = None
 ) -> float:
-    """Let a person answer an env, one episode; returns the reward.
+    """Let a person answer an env from standard input, one episode; returns the reward.
 
     A reply ends with a line that holds a single dot. A reply that is a JSON object with "role" is taken as the message
     itself, so that tools can be called.
@@ -78,7 +73,7 @@ def play(
                 Text("assistant", "bold green").append("  (end your reply with a line holding one dot)", "dim")
             )
             try:
-                observation, reward, terminated, truncated, _ = env.step(_reply(read))
+                observation, reward, terminated, truncated, _ = env.step(_reply())
             except ValueError as error:
                 console.print(Text(str(error), "red"))
                 shown -= 1
@@ -92,9 +87,9 @@ def play(
         env.close()
 
 
-def _reply(read: Callable[[str], str]) -> Message:
+def _reply() -> Message:
     lines: list[str] = []
-    while (line := read("")) != ".":
+    while (line := input()) != ".":
         lines.append(line)
     text = "\n".join(lines)
     try:

@@ -1,0 +1,274 @@
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import molt_gym
+from molt_gym import EnvFailure, RunFailed
+from molt_gym.cli import main
+from molt_gym.tokens.trajectory import Failure, Trajectory, read_jsonl
+from molt_gym.trainers.run_dir import RunDir
+
+PARROT = '''
+from molt_gym import ChatEnv, Turn, register
+
+class Parrot(ChatEnv):
+    """Say what you are told, twice."""
+    num_tasks = 3
+
+    def __init__(self, *, word="hello", **kwargs):
+        super().__init__(**kwargs)
+        self.word = word
+
+    def begin(self, index):
+        return [{"role": "user", "content": f"say {self.word}"}]
+
+    def answer(self, message):
+        said = message["content"] == self.word
+        if len(self.messages) > 2:
+            return Turn([], float(said), terminated=True)
+        return Turn([{"role": "user", "content": "again"}], 0.0)
+
+register("Parrot-v0", f"{__name__}:Parrot", max_episode_steps=4)
+'''
+
+
+@pytest.fixture
+def parrot(tmp_path, monkeypatch):
+    (tmp_path / "parrot_env.py").write_text(PARROT)
+    monkeypatch.delitem(sys.modules, "parrot_env", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "parrot_env:Parrot-v0"
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Stands in for the API and records what the command asked of it."""
+    calls = []
+    for verb in ("train", "evaluate", "rollout"):
+        monkeypatch.setattr(
+            molt_gym, verb, lambda *args, _verb=verb, **kwargs: calls.append((_verb, args, kwargs)) or []
+        )
+    return calls
+
+
+def command(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "molt_gym", *words], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+def raising(error):
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+def processor_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("words", [["--help"], ["envs"], ["train", "--help"]])
+def test_help_and_envs_are_quick_and_load_no_torch(words):
+    code = f"import sys; from molt_gym.cli import main\ntry: main({words!r})\nexcept SystemExit: pass\n"
+    code += "sys.exit(bool({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    before = processor_seconds()
+    assert command(*words).returncode == 0
+    assert processor_seconds() - before < 1
+
+
+def test_help_of_train_lists_the_settings():
+    text = command("train", "--help").stdout
+    assert "--rollout.group-size" in text and "--resume" in text and text.count("--steps") == 1
+
+
+def test_envs_lists_ids_with_one_line_each():
+    assert any(line.startswith("CodeExec-v0 ") for line in command("envs").stdout.splitlines())
+    found = json.loads(command("envs", "--json").stdout)
+    assert "CodeExec-v0" in [env["id"] for env in found["envs"]] and found["broken_plugins"] == {}
+
+
+def test_envs_names_a_broken_plug_in_and_lists_the_others(tmp_path):
+    info = tmp_path / "bad-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[molt_gym.envs]\nbad = bad_module\n")
+    (tmp_path / "bad_module.py").write_text("raise ZeroDivisionError('oh no')")
+    result = command("envs", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 0 and "CodeExec-v0" in result.stdout
+    assert result.stderr == "plug-in bad could not be loaded: ZeroDivisionError: oh no\n"
+
+
+def test_output_whose_reader_has_gone_is_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "molt_gym", "envs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(timeout=60) == 1
+
+
+@pytest.mark.slow
+def test_doctor_prints_json_and_its_exit_code_says_whether_all_is_well():
+    result = command("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == (0 if found["ok"] else 1) and {"name", "status", "detail", "advice"} == set(
+        found["checks"][0]
+    )
+
+
+def test_train_passes_options_and_settings_on(called):
+    words = (
+        "train CodeExec-v0 --model tiny --rollout.group-size 8 --steps 3 --seed 5 --out x --env-kwargs.level=2".split()
+    )
+    assert main(words) == 0
+    ((verb, args, kwargs),) = called
+    assert (verb, args) == ("train", ("CodeExec-v0", "tiny"))
+    assert kwargs == {"out": "x", "steps": 3, "seed": 5, "config": None, "rollout.group_size": 8, "env_kwargs.level": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "train CodeExec-v0"),
+        (["train", "--rollout.group-size", "8", "CodeExec-v0"], "write it first"),
+        (["train", "CodeExec-v0", "--rollout.group-sise", "8"], "rollout.group_size"),
+        (["train", "CodeExec-v0", "--resume", "nowhere"], "no run is there"),
+        (["train", "CodeExec-v0", "tiny"], "'tiny'"),
+        (["envs", "--all"], "--all"),
+        (["rollout", "CodeExec-v0", "--human", "--rollout.top-k", "3"], "no effect with --human"),
+    ],
+)
+def test_a_wrong_command_exits_2_with_one_message(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith(f"molt-gym {words[0]}: ") and "Traceback" not in error
+
+
+def test_argparse_errors_exit_2_too():
+    assert command().returncode == command("train", "X-v0", "--steps", "many").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (molt_gym.ConfigError("steps: 0"), 2),
+        (molt_gym.UnknownEnv("no env is registered as 'X'"), 2),
+        (molt_gym.NotAChatEnv("CartPole-v1 is no chat env"), 2),
+        (RunFailed("8 of 8 rollouts failed: sandbox 8"), 1),
+        (EnvFailure("sandbox", "died"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes_and_one_line(error, code, monkeypatch, capsys):
+    monkeypatch.setattr(molt_gym, "train", raising(error))
+    assert main(["train", "CodeExec-v0"]) == code
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and (str(error) or "interrupted") in text
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(molt_gym, "train", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "CodeExec-v0"])
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDir(tmp_path / "runs" / "CodeExec-v0-tiny-1") as run:
+        run.write_config('env = "CodeExec-v0"\nseed = 7\n')
+    return run.path
+
+
+def test_resume_takes_env_seed_and_settings_from_the_run(run, called):
+    assert main(["train", "--resume", str(run), "--steps", "90"]) == 0
+    ((_, args, kwargs),) = called
+    assert args == ("CodeExec-v0", None)
+    assert kwargs == {"out": str(run), "steps": 90, "seed": 7, "config": run / "config.toml"}
+
+
+def test_resume_auto_takes_the_latest_run_of_the_env(run, called):
+    assert main(["train", "CodeExec-v0", "--resume", "auto"]) == 0
+    assert called[0][2]["out"] == str(run.relative_to(os.getcwd()))
+
+
+def test_resume_auto_starts_anew_where_there_is_no_run(run, called, capsys):
+    assert main(["train", "Other-v0", "--resume", "auto"]) == 0
+    assert called[0][2]["out"] is None and called[0][2]["config"] is None
+    assert "starting a new one" in capsys.readouterr().out
+
+
+def test_resume_auto_with_out_goes_on_there_whether_or_not_it_has_begun(run, called):
+    assert main(["train", "CodeExec-v0", "--resume", "auto", "--out", "runs/fresh"]) == 0
+    assert called[0][2]["out"] == "runs/fresh"
+
+
+def test_a_person_can_play(parrot, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('hello\n.\n{"role": "assistant", "content": "hello"}\n.\n'))
+    assert main(["rollout", parrot, "--human"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("say hello") < text.index("again") < text.index("reward 1")
+
+
+def test_a_person_can_set_arguments_of_the_env_and_end_the_input(parrot):
+    result = command(
+        "rollout",
+        parrot,
+        "--human",
+        "--env-kwargs.word",
+        "bye",
+        input="bye\n.\n",
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert "say bye" in result.stdout and "again" in result.stdout
+    assert result.returncode == 1 and "input ended" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_reply_that_is_no_message_can_be_given_again(parrot, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"role": "robot"}\n.\nhello\n.\nhello\n.\n'))
+    assert main(["rollout", parrot, "--human"]) == 0
+    text = capsys.readouterr().out
+    assert "robot" in text and "reward 1" in text and text.count("say hello") == 1
+
+
+MESSAGES = [{"role": "user", "content": "[bold]1+1[/bold]\x1b[2J\ud800"}, {"role": "assistant", "content": "2"}]
+
+
+def test_rollout_prints_transcripts_as_they_are_and_writes_them(monkeypatch, capsys, tmp_path):
+    played = [
+        Trajectory("E-v0", 4, messages=MESSAGES, reward=1.0, turns=1, terminated=True),
+        Trajectory("E-v0", 5, failure=Failure("sandbox", "died", "")),
+    ]
+    monkeypatch.setattr(molt_gym, "rollout", lambda *args, **kwargs: played)
+    assert main(["rollout", "CodeExec-v0", "-n", "2", "--out", str(tmp_path / "x.jsonl")]) == 0
+    text = capsys.readouterr().out
+    assert "[bold]1+1[/bold]" in text and "\x1b" not in text and "reward 1" in text and "failed: sandbox: died" in text
+    assert read_jsonl(tmp_path / "x.jsonl") == played
+
+
+def test_rollout_exits_1_with_counts_when_every_episode_failed(monkeypatch, capsys):
+    failures = [
+        Trajectory("E-v0", i, failure=Failure(reason, "", "")) for i, reason in enumerate(["judge", "sandbox", "judge"])
+    ]
+    monkeypatch.setattr(molt_gym, "rollout", lambda *args, **kwargs: failures)
+    assert main(["rollout", "CodeExec-v0", "-n", "3"]) == 1
+    assert "judge 2, sandbox 1" in capsys.readouterr().err
+
+
+def test_eval_passes_options_on_and_prints_what_was_found(monkeypatch, capsys):
+    monkeypatch.setattr(
+        molt_gym, "evaluate", lambda *args, **kwargs: {"pass_at_k": {1: 0.5}, "reward": 0.25, "args": kwargs["k"]}
+    )
+    assert main(["eval", "CodeExec-v0", "--model", "tiny", "--k", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"pass_at_k": {"1": 0.5}, "reward": 0.25, "args": 4}
+    assert main(["eval", "CodeExec-v0"]) == 0
+    assert "reward           0.2500" in capsys.readouterr().out
