@@ -1,0 +1,197 @@
+"""Tasks without end, made from an index: small programs to print a value, and small functions.
+
+Invariants: a task depends on split, difficulty, family and index alone; a prompt belongs to one split, chosen by its
+hash, so that no task of "test" is ever met in "train".
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from molt_gym.errors import ConfigError
+
+from .tasks import OutputTest, Task
+
+__all__ = ["FAMILIES", "PRINT_FAMILIES", "SPLITS", "Generator", "PrintTask"]
+
+SPLITS = ("train", "test")
+_TEST_ONE_IN = 5
+_WORDS = (
+    "ant apple arrow bag ball bank bear bird book box bread bus cake car cat chair city cloud coat cow cup day dog "
+    "door duck egg farm fish flag fox frog game gift glass goat gold hat hill horse house ice king lake lamp leaf lion "
+    "map milk moon nest night paper pen pig plane rain ring river road rock rose salt sand ship shoe snow star stone "
+    "sun table tree wind wolf wood"
+).split()
+
+
+@dataclass(frozen=True)
+class PrintTask(Task):
+    """A task whose answer is one expression to print; `wrong` is the mistake that demonstrations make most."""
+
+    right: str = ""
+    wrong: str = ""
+
+
+def value_of(expression: str) -> str:
+    """What printing one of this module's own expressions writes; never give it text of anyone else."""
+    return f"{eval(expression)}\n"  # noqa: S307
+
+
+class Generator:
+    """Tasks of some families in turn.
+
+    Args:
+        families: names in `FAMILIES`; None: the eight of `PRINT_FAMILIES`.
+        difficulty: from 1 on; longer numbers, lists and words.
+        split: "train" or "test".
+
+    Raises:
+        ConfigError: there is no such family, difficulty or split.
+    """
+
+    num_tasks: None = None
+
+    def __init__(self, families: Sequence[str] | None = None, difficulty: int = 1, split: str = "train") -> None:
+        self.families = tuple(PRINT_FAMILIES if families is None else families)
+        unknown = [family for family in self.families if family not in FAMILIES]
+        if unknown or not self.families:
+            raise ConfigError(f"families: {unknown or 'none'}; choose from {', '.join(FAMILIES)}")
+        if isinstance(difficulty, bool) or not isinstance(difficulty, int) or not 1 <= difficulty <= 9:
+            raise ConfigError(f"difficulty: {difficulty!r}; write an integer from 1 to 9")
+        if split not in SPLITS:
+            raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, SPLITS))}")
+        self.difficulty, self.split = difficulty, split
+
+    def task(self, index: int) -> Task:
+        """The task of an index, of family number `index` modulo their number."""
+        family = self.families[index % len(self.families)]
+        rng = random.Random(f"{self.split}/{self.difficulty}/{family}/{index}")
+        while True:
+            task = FAMILIES[family](rng, self.difficulty)
+            held_out = zlib.crc32(f"{family}/{task.prompt}".encode()) % _TEST_ONE_IN == 0
+            if held_out == (self.split == "test"):
+                return task
+
+
+Family = Callable[[random.Random, int], Task]
+Pick = Callable[[random.Random, int], Any]
+
+
+def _print(prompt: str, right: str, wrong: str) -> PrintTask:
+    return PrintTask(f"Print {prompt}.", outputs=(OutputTest("", value_of(right)),), right=right, wrong=wrong)
+
+
+def _arithmetic(word: str, sign: str, wrong: str) -> Family:
+    def make(rng: random.Random, difficulty: int) -> Task:
+        a, b = _numbers(rng, difficulty, 2)
+        return _print(f"{a} {word} {b}", f"{a}{sign}{b}", f"{a}{wrong}{b}")
+
+    return make
+
+
+def _of_numbers(prompt: str, right: str, wrong: str) -> Family:
+    def make(rng: random.Random, difficulty: int) -> Task:
+        numbers = _numbers(rng, difficulty, 2 + difficulty)
+        spaced, tight = ", ".join(map(str, numbers)), ",".join(map(str, numbers))
+        return _print(prompt.format(spaced), right.format(tight), wrong.format(tight))
+
+    return make
+
+
+def _of_word(prompt: str, right: str, wrong: str) -> Family:
+    def make(rng: random.Random, difficulty: int) -> Task:
+        word = _word(rng, difficulty)
+        return _print(prompt.format(word), right.format(word), wrong.format(word))
+
+    return make
+
+
+def _numbers(rng: random.Random, difficulty: int, count: int) -> list[int]:
+    return [rng.randint(1, 10 ** (difficulty + 1) - 1) for _ in range(count)]
+
+
+PRINT_FAMILIES: dict[str, Family] = {
+    "add": _arithmetic("plus", "+", "-"),
+    "subtract": _arithmetic("minus", "-", "+"),
+    "multiply": _arithmetic("times", "*", "+"),
+    "max": _of_numbers("the largest of {}", "max({})", "min({})"),
+    "min": _of_numbers("the smallest of {}", "min({})", "max({})"),
+    "sort": _of_numbers("the list [{}] sorted", "sorted([{}])", "[{}]"),
+    "reverse": _of_word('"{}" reversed', '"{}"[::-1]', '"{}"'),
+    "length": _of_word('the length of "{}"', 'len("{}")', '"{}"'),
+}
+"""The families whose answer is one expression to print."""
+
+
+def _function(prompt: str, number: Pick, argument: Pick, reference: Callable[[int, Any], Any]) -> Family:
+    """Functions f of one argument, with a number in their description; tested on six arguments."""
+
+    def make(rng: random.Random, difficulty: int) -> Task:
+        k = number(rng, difficulty)
+        checks = [f"assert f({x!r}) == {reference(k, x)!r}" for x in (argument(rng, difficulty) for _ in range(6))]
+        return Task(f"Write a function {prompt.format(k)}.", checks=tuple(checks))
+
+    return make
+
+
+def _read_sum(rng: random.Random, difficulty: int) -> Task:
+    k = _factor(rng, difficulty)
+    inputs = [_numbers(rng, difficulty, rng.randint(1, 4)) for _ in range(3)]
+    outputs = tuple(OutputTest("".join(f"{n}\n" for n in numbers), f"{k * sum(numbers)}\n") for numbers in inputs)
+    return Task(f"Read integers, one on each line, until input ends. Print {k} times their sum.", outputs=outputs)
+
+
+def _factor(rng: random.Random, difficulty: int) -> int:
+    return rng.randint(2, 10**difficulty + 20)
+
+
+def _whole(rng: random.Random, difficulty: int) -> int:
+    return rng.randint(0, 10 ** (difficulty + 1))
+
+
+def _list(rng: random.Random, difficulty: int) -> list[int]:
+    return _numbers(rng, difficulty, rng.randint(0, 3 + difficulty))
+
+
+def _word(rng: random.Random, difficulty: int) -> str:
+    return "".join(rng.choices(_WORDS, k=difficulty))
+
+
+def _shifted(k: int, word: str) -> str:
+    return "".join(chr((ord(letter) - 97 + k) % 26 + 97) for letter in word)
+
+
+FAMILIES: dict[str, Family] = {
+    **PRINT_FAMILIES,
+    "read_sum": _read_sum,
+    "digit_sum": _function(
+        "f(n) that returns the sum of the digits of n, times {}",
+        _factor,
+        _whole,
+        lambda k, n: k * sum(map(int, str(n))),
+    ),
+    "count_multiples": _function(
+        "f(n) that returns how many numbers from 1 to n are divisible by {}", _factor, _whole, lambda k, n: n // k
+    ),
+    "keep_above": _function(
+        "f(xs) that returns the list of the items of xs above {}",
+        lambda rng, difficulty: rng.randint(2 * 10**difficulty, 8 * 10**difficulty),
+        _list,
+        lambda k, xs: [x for x in xs if x > k],
+    ),
+    "pairs": _function(
+        "f(xs) that returns the list of the tuples (x, x + {}) for x in xs",
+        _factor,
+        _list,
+        lambda k, xs: [(x, x + k) for x in xs],
+    ),
+    "shift": _function(
+        "f(s) that moves each letter of s by {} in the alphabet, with a after z",
+        lambda rng, difficulty: rng.randint(1, 25),
+        _word,
+        _shifted,
+    ),
+}
+"""All families by name; those after `PRINT_FAMILIES` have tests with several inputs."""

@@ -1,0 +1,145 @@
+"""Runs tests against functions that live in another sandbox; runs inside of a sandbox, after values.py.
+
+The exit code is the verdict (see `__init__.py`). Whatever comes from the other side is data: it can make a test fail,
+or give the values that the test demands, and nothing else.
+"""
+
+import ast
+import builtins
+import importlib
+import os
+
+# ruff: noqa: F821, S102, BLE001
+
+RAISED, UNFIT = 3, 4
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
+
+
+class Unfit(Exception):
+    """The tests cannot be run against any solution."""
+
+
+class Raised(Exception):
+    """The solution raised; replaced by an exception of the same name where a test may want to catch it."""
+
+
+class Remote:
+    """Functions of the other side."""
+
+    def __init__(self, channel):
+        self.channel = channel
+        self.calls = 0
+        self.raised = None
+        self.text = ""
+
+    def start(self):
+        """Waits until the other side has run its code."""
+        kind, *detail = self.receive()
+        if kind != "ready":
+            self.fail("".join(map(str, detail)))
+
+    def function(self, name):
+        """A function that calls the one of this name."""
+
+        def call(*arguments, **keywords):
+            self.calls += 1
+            arguments = list(arguments)
+            try:
+                message = [name, encode(arguments), encode(keywords)]
+            except TypeError as error:
+                raise Unfit(f"{name} is called with what cannot be sent: {error}") from error
+            self.channel.send(message)
+            kind, *rest = self.receive()
+            if kind == "value":
+                result, after = map(decode, rest)
+                for given, now in zip(arguments, after, strict=True):
+                    update(given, now)
+                return result
+            self.raise_as(*map(str, rest))
+
+        call.__name__ = name
+        return call
+
+    def receive(self):
+        """The next message."""
+        try:
+            return self.channel.receive()
+        except EOFError:
+            self.fail("the program ended")
+
+    def raise_as(self, name, text):
+        """Raises the builtin exception of this name."""
+        kind = getattr(builtins, name, None)
+        # StopIteration would end a loop of the test as if all was well.
+        fits = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS_LOOPS)
+        self.text = f"{name}: {text}" if text else name
+        try:
+            self.raised = kind(text) if fits else Raised(text)
+        except TypeError:
+            self.raised = Raised(text)
+        raise self.raised
+
+    def fail(self, text):
+        """Ends the tests: there is no other side to test any more."""
+        os.write(2, text.encode("utf-8", "replace"))
+        os._exit(RAISED)
+
+
+def update(given, now):
+    """Does to an argument what the function did to its copy."""
+    if isinstance(given, list):
+        given[:] = now
+    elif isinstance(given, dict | set):
+        given.clear()
+        given.update(now)
+
+
+def unknown_names(tree):
+    """Names that the tests use and neither define nor import: the solution is to define them."""
+    used, known = set(), set(dir(builtins))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
+                known.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                known.add(name)
+            case ast.alias(name=name, asname=asname):
+                known.add(asname or name.split(".")[0])
+    return used - known
+
+
+def run(checks, entry_point, remote):
+    """Runs all checks; raises if one fails."""
+    namespace = {"__name__": "__main__"}
+    try:
+        tree = ast.parse("\n".join(checks))
+    except (SyntaxError, ValueError) as error:
+        raise Unfit(f"the tests do not compile: {error}") from error
+    for name in unknown_names(tree):
+        # In one file with the tests, an import of the solution would serve them too.
+        standard = name in sys.stdlib_module_names
+        namespace[name] = importlib.import_module(name) if standard else remote.function(name)
+    exec(compile(tree, "tests.py", "exec"), namespace)
+    if "check" in namespace and entry_point:
+        namespace["check"](remote.function(entry_point))
+
+
+def main(checks, entry_point):
+    """Exits with the verdict."""
+    remote = Remote(Channel())
+    remote.start()
+    status, text = 0, ""
+    try:
+        run(checks, entry_point, remote)
+    except Unfit as error:
+        status, text = UNFIT, str(error)
+    except SystemExit as error:
+        status = 1 if error.code else 0
+    except BaseException as error:
+        status, text = (RAISED, remote.text) if error is remote.raised else (1, repr(error))
+    if status == 0 and not remote.calls:
+        status, text = UNFIT, "the tests call no function of the solution"
+    os.write(2, text.encode("utf-8", "replace"))
+    os._exit(status)

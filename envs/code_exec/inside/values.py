@@ -1,0 +1,67 @@
+"""Plain values as JSON and back; runs inside of sandboxes."""
+
+import json
+import sys
+
+sys.set_int_max_str_digits(0)
+
+_CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+
+
+def encode(value):
+    """Plain data as JSON has it, other containers as {"type": [items]}; a TypeError names what is no plain data."""
+    if value is None or isinstance(value, bool):
+        return value
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    for name in ("tuple", "set", "frozenset"):
+        if isinstance(value, _CONTAINERS[name]):
+            return {name: [encode(item) for item in value]}
+    if hasattr(value, "__next__"):
+        return {"iterator": [encode(item) for item in value]}
+    raise TypeError(f"a value of type {type(value).__name__} cannot leave the sandbox")
+
+
+def decode(data):
+    """The value of what `encode` gave, made of builtin types alone."""
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, items),) = data.items()
+    if name == "dict":
+        return {decode(key): decode(item) for key, item in items}
+    if name == "complex":
+        return complex(*items)
+    if name == "bytes":
+        return bytes.fromhex(items)
+    return _CONTAINERS[name](decode(item) for item in items)
+
+
+class Channel:
+    """Sends and receives lines of JSON."""
+
+    def __init__(self):
+        self._inbox = open(int(sys.argv[1]), encoding="utf-8", newline="\n")
+        self._outbox = open(int(sys.argv[2]), "w", encoding="utf-8", newline="\n")
+
+    def send(self, message):
+        """Sends a message that is JSON."""
+        self._outbox.write(json.dumps(message) + "\n")
+        self._outbox.flush()
+
+    def receive(self):
+        """The next message; EOFError at the end."""
+        line = self._inbox.readline()
+        if not line:
+            raise EOFError
+        return json.loads(line)

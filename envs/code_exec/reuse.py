@@ -1,0 +1,61 @@
+"""Runs equal programs once: the rollouts of a group often give the same answer, and starting Python takes the time.
+
+Only programs that can do nothing but the same again are shared. In the sandbox hashes are fixed, so that without an
+import, a file and the address of an object nothing varies. What ran into the time limit or was killed is not kept.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+
+from molt_gym.errors import EnvFailure
+from molt_gym.sandbox import Execution, Limits, Sandbox
+
+__all__ = ["run_once"]
+
+_KEPT = 4096
+_LONGEST = 10_000
+_PATIENCE = 60.0
+_MAY_VARY = re.compile(r"import|\b(?:id|open|hash|object|eval|exec|globals)\b|__")
+_lock = threading.Lock()
+_results: OrderedDict[tuple, Future[Execution]] = OrderedDict()
+
+
+def run_once(sandbox: Sandbox, code: str, *, stdin: str, limits: Limits) -> Execution:
+    """As `sandbox.run`, or the result of an equal call, which may still be running.
+
+    Raises:
+        EnvFailure: as `sandbox.run`; the failure of another caller is not shared.
+    """
+    if len(code) + len(stdin) > _LONGEST or _MAY_VARY.search(code):
+        return sandbox.run(code, stdin=stdin, limits=limits)
+    key = (type(sandbox), code, stdin, limits)
+    with _lock:
+        future = _results.get(key)
+        mine = future is None
+        if future is None:
+            future = _results[key] = Future()
+            if len(_results) > _KEPT:
+                _results.popitem(last=False)
+    if not mine:
+        try:
+            return future.result(_PATIENCE)
+        except (EnvFailure, TimeoutError):
+            return sandbox.run(code, stdin=stdin, limits=limits)
+    try:
+        result = sandbox.run(code, stdin=stdin, limits=limits)
+    except BaseException:
+        _forget(key, future)
+        future.set_exception(EnvFailure("sandbox", "the run that was shared failed"))
+        raise
+    if result.timed_out or result.exit_code is None or result.exit_code > 128:
+        _forget(key, future)
+    future.set_result(result)
+    return result
+
+
+def _forget(key: tuple, future: "Future[Execution]") -> None:
+    with _lock:
+        if _results.get(key) is future:
+            del _results[key]

@@ -1,0 +1,42 @@
+"""What a task is, whatever it comes from."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["OutputTest", "Task", "TaskSource"]
+
+
+@dataclass(frozen=True)
+class OutputTest:
+    """A run of the program: what it reads from stdin, and what it must write to stdout."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task and its hidden tests: either runs of a program, or checks that call functions.
+
+    Args:
+        prompt: the text of the first user message.
+        outputs: runs, all of which must give the right output.
+        checks: Python statements, such as "assert f(2) == 4", run in order; none may raise.
+        entry_point: the function to be given to `check`, if the checks define a function of this name.
+    """
+
+    prompt: str
+    outputs: tuple[OutputTest, ...] = ()
+    checks: tuple[str, ...] = ()
+    entry_point: str | None = None
+
+
+class TaskSource(Protocol):
+    """Tasks by index; the same index always gives the same task."""
+
+    num_tasks: int | None
+    """How many there are; None: any index from 0 on is one."""
+
+    def task(self, index: int) -> Task:
+        """The task of an index."""
+        ...
