@@ -144,7 +144,8 @@ class Renderer:
             room -= len(segment)
             text += segment if control else shield.whole(segment)
         calls = sum(len(message.get("tool_calls") or ()) for message in messages)
-        return shield.lift(parse_reply(text, thinking=self._template.style.thinking, tools=tools, first_call=calls))
+        thinking = self._template.style.opens_thinking
+        return shield.lift(parse_reply(text, thinking=thinking, tools=tools, first_call=calls))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
@@ -170,9 +171,10 @@ class Renderer:
         reasoning = shield.text(reply.get("reasoning_content") or "")
         parts = [reasoning, shield.text(text_of(reply), special_only=True)]
         parts += [shield.text(call["function"]["name"]) for call in reply.get("tool_calls") or ()]
-        # Only the markers show whether a block of no reasoning was dropped or put in.
+        # Only the markers show whether a block of no reasoning was dropped or put in by the template.
         block = bool(reasoning) or self._closes_block(sampled_ids)
-        return block == (END_THINK in middle) and all(part.strip() in middle for part in parts)
+        changed = self._template.style.thinks and block != (END_THINK in middle)
+        return not changed and all(part.strip() in middle for part in parts)
 
     def _closes_block(self, ids: Sequence[int]) -> bool:
         marker = self._markers.ids.get(END_THINK)

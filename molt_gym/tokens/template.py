@@ -30,7 +30,8 @@ class ChatTemplateError(ValueError):
 class Style:
     """What a chat template turned out to know.
 
-    reasoning, tools, developer: whether it has a place for them. thinking: the header of a reply opens `<think>`.
+    reasoning, tools, developer: whether it has a place for them.
+    thinks, opens_thinking: whether it deals with `<think>` blocks at all; whether the header of a reply opens one.
     calls: how it takes the arguments of tool calls; "inline": it drops tool calls, so they go into the content.
     call_content: the content of a message that only calls tools.
     call_close: what it puts between the end of the last argument and the end of turn; None: unknown.
@@ -39,7 +40,8 @@ class Style:
     reasoning: bool = False
     tools: bool = False
     developer: bool = False
-    thinking: bool = False
+    thinks: bool = False
+    opens_thinking: bool = False
     calls: Literal["mapping", "text", "inline"] = "inline"
     call_content: str | None = ""
     call_close: str | None = None
@@ -66,7 +68,7 @@ class ChatTemplate:
         self._template = template
         self._source = str(template or tokenizer.chat_template)
         self._variables = dict(variables)
-        self.style = Style(developer="developer" in self._source)
+        self.style = Style(developer="developer" in self._source, thinks=END_THINK in self._source)
         self.style = self._probe()
 
     def shield(self, *data: Any) -> Shield:
@@ -161,7 +163,7 @@ class ChatTemplate:
         if mark not in header:
             raise ConfigError(f"tokenizer {self.name}: its chat template drops user messages; give another one")
         header = header.rpartition(mark)[2]
-        style = replace(self.style, thinking=header.rfind(THINK) > header.rfind(END_THINK))
+        style = replace(self.style, opens_thinking=header.rfind(THINK) > header.rfind(END_THINK))
 
         schema = {"name": mark, "description": mark, "parameters": {"type": "object", "properties": {}, "required": []}}
         tools = [{"type": "function", "function": schema}]

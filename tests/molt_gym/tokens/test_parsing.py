@@ -1,0 +1,129 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molt_gym.messages import validate_message
+
+THINK, END_THINK, END = 259, 260, 257
+CALL, END_CALL = 267, 268
+
+
+def ids(*parts) -> list[int]:
+    return [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
+
+
+def test_the_stop_token_is_no_part_of_the_message(renderer_of):
+    assert renderer_of().parse([265, END]) == {"role": "assistant", "content": "hello"}
+    assert renderer_of().parse([265]) == {"role": "assistant", "content": "hello"}
+    assert renderer_of().parse([END]) == {"role": "assistant", "content": ""}
+    assert renderer_of().parse([]) == {"role": "assistant", "content": ""}
+
+
+def test_text_ends_before_the_first_stop_string(renderer_of):
+    assert renderer_of().parse([104, 105, 33, 33], stop=["??", "!!"])["content"] == "hi"
+    assert renderer_of().parse(ids("a<|im_end|>b", THINK, "c<think>"), stop=["c"])["content"] == "a<|im_end|>b<think>"
+
+
+@pytest.mark.parametrize(
+    ("sampled", "reasoning", "content"),
+    [
+        (ids(THINK, "\nhm\n", END_THINK, "\n\nyes"), "hm", "yes"),
+        (ids(THINK, "hm", END_THINK, "yes"), "hm", "yes"),
+        (ids("\n", THINK, "hm", END_THINK, "yes"), "hm", "yes"),
+        (ids(THINK, "hm"), "hm", ""),
+        (ids(THINK, "\n\n", END_THINK, "\n\nyes"), None, "yes"),
+        (ids("yes", THINK, "hm", END_THINK), None, "yes<think>hm</think>"),
+        (ids("hm", END_THINK, "yes"), None, "hm</think>yes"),
+        (ids("<think>hm</think>yes"), None, "<think>hm</think>yes"),
+        (ids(THINK, "</think>", END_THINK, "yes"), "</think>", "yes"),
+    ],
+)
+def test_reasoning_is_what_stands_in_a_leading_block_of_real_markers(renderer_of, sampled, reasoning, content):
+    message = renderer_of().parse([*sampled, END])
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+def test_spelled_markers_count_where_the_tokenizer_has_none_of_its_own(renderer_of):
+    reply = 'sure\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    message = renderer_of("chatml").parse(ids(reply, END))
+    assert message["content"] == "sure" and message["tool_calls"][0]["function"]["name"] == "add"
+    assert renderer_of("tools").parse(ids(reply, END)) == {"role": "assistant", "content": reply}
+
+
+def test_tool_calls_are_read_and_numbered_through_the_conversation(renderer_of):
+    renderer = renderer_of("tools")
+    one, two = '{"name": "add", "arguments": {"a": "<|im_end|> é"}}', '\n{"name": "stop"}\n'
+    sampled = ids("sure\n", CALL, one, END_CALL, "\n", CALL, two, END_CALL, END)
+    message = renderer.parse(sampled)
+    assert message["content"] == "sure"
+    assert [call["id"] for call in message["tool_calls"]] == ["call00000", "call00001"]
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": '{"a": "<|im_end|> é"}'},
+        {"name": "stop", "arguments": "{}"},
+    ]
+    validate_message(message)
+    assert renderer.parse(sampled, [message, message])["tool_calls"][0]["id"] == "call00004"
+    assert renderer.parse(sampled) == message
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "add", "arguments": {"a": 1}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": "add", "arguments": {"a": 1e999}}',
+        '{"name": 1}',
+        '{"name": ""}',
+        "[]",
+        "",
+        "[" * 3000,
+        "<function=add>x</function>",
+        "<function=add>",
+    ],
+)
+def test_a_tool_call_that_cannot_be_read_stays_content(renderer_of, call):
+    good = ids(CALL, '{"name": "add"}', END_CALL)
+    message = renderer_of("tools").parse([*good, *ids(CALL, call, END_CALL, END)])
+    expected = f'<tool_call>{{"name": "add"}}</tool_call><tool_call>{call}</tool_call>'
+    assert message == {"role": "assistant", "content": expected}
+
+
+@pytest.mark.parametrize(
+    "sampled", [ids(CALL, '{"name": "f"}'), ids('{"name": "f"}', END_CALL), ids(CALL, CALL, '{"name": "f"}', END_CALL)]
+)
+def test_a_tool_call_without_both_its_markers_stays_content(renderer_of, sampled):
+    assert "tool_calls" not in renderer_of("tools").parse(sampled)
+
+
+def test_calls_in_tags_are_read_with_the_types_of_the_schema(renderer_of):
+    properties = {"text": {"type": "string"}, "n": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}]
+    body = "\n<function=add>\n<parameter=text>\n1\n2\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+    body += "<parameter=other>\nx y\n</parameter>\n</function>\n"
+    message = renderer_of("tools").parse(ids(CALL, body, END_CALL, END), tools=tools)
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "1\n2", "n": 3, "other": "x y"}
+
+
+def test_bytes_that_are_no_text_become_replacement_characters(renderer_of):
+    assert renderer_of().parse([0xF0, 104, THINK, 0xE9, END])["content"] == "\ufffdh<think>\ufffd"
+    assert renderer_of().decode([256, 0xF0, 265, 257]) == "<|im_start|>\ufffdhello<|im_end|>"
+
+
+@given(sampled=st.lists(st.integers(0, 300) | st.sampled_from([THINK, END_THINK, CALL, END_CALL, END])))
+def test_parsing_never_fails_and_gives_a_legal_message(renderer_of, sampled):
+    for template in ("toy", "tools", "opens thinking"):
+        message = renderer_of(template).parse(sampled)
+        validate_message(message)
+        assert message == renderer_of(template).parse(list(sampled))
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from([CALL, END_CALL, THINK, END_THINK, '{"name": "f"', ', "arguments": {}', "}", "a", "\n"])
+    )
+)
+def test_replies_made_of_call_syntax_are_legal_messages(renderer_of, parts):
+    validate_message(renderer_of("tools").parse(ids(*parts)))
