@@ -10,7 +10,7 @@ Added tokens that are mere vocabulary (words, white space) are no markers and wo
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -103,16 +103,12 @@ class Shield:
     def text(self, text: str, *, special_only: bool = False) -> str:
         """Text in which nothing is, or could become, a marker. `special_only`: leave those not flagged special."""
         markers = self._markers.special if special_only else self._markers.all
-        text = _without_lone_surrogates(text)
-        for start, end in reversed([*markers.dangling(text := self.whole(text, markers))]):
-            text = text[:start] + self._stand_in(text[start:end]) + text[end:]
-        return text
+        text = self._replace(_without_lone_surrogates(text), markers.spans)
+        return self._replace(text, markers.dangling)
 
-    def whole(self, text: str, markers: "_MarkerSet | None" = None) -> str:
+    def whole(self, text: str) -> str:
         """Text in which no marker is spelled out."""
-        for _, start, end in reversed((markers or self._markers.all).find(text)):
-            text = text[:start] + self._stand_in(text[start:end]) + text[end:]
-        return text
+        return self._replace(text, self._markers.all.spans)
 
     def value(self, value: Any) -> Any:
         """A copy of a JSON value with all its strings and keys shielded."""
@@ -137,6 +133,13 @@ class Shield:
             for code, raw in self._table.items():
                 value = value.replace(f"\\u{code:04x}", raw)
         return value
+
+    def _replace(self, text: str, find: Callable[[str], Iterable[tuple[int, int]]]) -> str:
+        parts, position = [], 0
+        for start, end in find(text):
+            parts += [text[position:start], self._stand_in(text[start:end])]
+            position = end
+        return "".join([*parts, text[position:]])
 
     def _stand_in(self, raw: str) -> str:
         if raw not in self._stand_ins:
@@ -176,6 +179,10 @@ class _MarkerSet(_Scanner):
         self._prefixes = {text[:k] for text in texts for k in range(1, len(text))}
         self._suffixes = {text[k:] for text in texts for k in range(1, len(text))}
         self._joined = "\0".join(texts)
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where markers are spelled out."""
+        return ((start, end) for _, start, end in self.find(text))
 
     def dangling(self, text: str) -> Iterator[tuple[int, int]]:
         """Spans of one character to shield so that no neighbour of the text can complete a marker with it."""

@@ -3,10 +3,15 @@
 import functools
 
 import pytest
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from molt_gym.tokens import Generation, Renderer
+
+# The time of an example says nothing on a machine that others use too.
+settings.register_profile("steady", deadline=None)
+settings.load_profile("steady")
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|bos|>"]
 PLAIN = ["<think>", "</think>"]

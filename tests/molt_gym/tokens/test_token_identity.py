@@ -98,7 +98,7 @@ def step(data, rollout: Rollout) -> None:
 
 @pytest.mark.parametrize("history", ["rerender", "keep"])
 @given(data=st.data(), template=st.sampled_from(TEMPLATES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_record_is_what_the_engine_received_and_returned(renderer_of, new_engine, history, data, template):
     renderer = renderer_of(template)
     rollout = Rollout(renderer, new_engine(), TokenGraph(renderer, history=history))
