@@ -5,6 +5,7 @@ no traceback); 130 interrupted. Heavy modules are imported by the commands that 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,11 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
     env, overrides = _split(options, rest, env_needed=options.resume is None)
-    config, out = options.config, options.out
+    out, config = options.out, options.config
     if options.resume is not None:
         out = _run_to_resume(options.resume, env, out)
-        config = config or (out and Path(out) / "config.toml")
-    file = _read_toml(config) if config else {}
+    # What the command does not say comes from the file, or from the run that is resumed.
+    file = _read_toml(config) if config else _read_toml(Path(out) / "config.toml") if out else {}
     env = env or file.get("env")
     if env is None:
         raise ConfigError("env: missing; write molt-gym train ENV, such as molt-gym train CodeExec-v0")
@@ -71,22 +72,26 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
     env, overrides = _split(options, rest)
-    result = molt_gym.evaluate(
-        env,
-        options.model,
-        episodes=options.episodes,
-        k=options.k,
-        seed=options.seed,
-        config=options.config,
-        **overrides,
-    )
-    found = _plain(result)
+    # What is said along the way must not end up in the JSON.
+    with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+        result = molt_gym.evaluate(
+            env,
+            options.model,
+            episodes=options.episodes,
+            k=options.k,
+            seed=options.seed,
+            config=options.config,
+            **overrides,
+        )
+    found = {"env": result.env, **result.metrics(), "failures": result.failures}
     if options.json:
         print(json.dumps(found, indent=2))
         return OK
     for name, value in found.items():
-        if value not in ({}, [], None):
-            print(f"{name:<16} {value:.4f}" if isinstance(value, float) else f"{name:<16} {value}")
+        if name != "failures":
+            print(f"{name:<12} {value:.4g}" if isinstance(value, float) else f"{name:<12} {value}")
+    for reason, count in result.failures.items():
+        print(f"{'failed':<12} {reason} {count}")
     return OK
 
 
@@ -250,11 +255,6 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
-
-
-def _plain(result: Any) -> dict[str, Any]:
-    record = asdict(result) if is_dataclass(result) else dict(result)
-    return {name: value for name, value in record.items() if name != "trajectories"}
 
 
 def _complain(verb: str, error: object, code: int) -> int:

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from .config import Config
@@ -19,36 +19,71 @@ Metrics = Mapping[str, Any]
 TIME_PARTS = ("rollout", "logprobs", "train", "weights")
 
 
-class Progress(Protocol):
-    """Told by the loop what happened; all calls come from one thread. Use it as a context manager."""
+class Progress:
+    """Prints one aligned, self-describing line a step, for logs; told by the loop what happened, from one thread.
+
+    Use it as a context manager.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+        self.steps = 0
+        self.evaluations: dict[str, list[tuple[str, float]]] = {}
 
     def start(self, config: "Config", run_dir: str | os.PathLike[str], history: Sequence[Metrics] = ()) -> None:
         """A run begins, or goes on after the steps whose metrics are `history`."""
+        self.steps = config.steps
+        resumed = f", resumed after step {history[-1].get('step')}" if history else ""
+        self.message(f"{headline(config)} · {config.steps} steps{resumed} → {os.fspath(run_dir)}")
 
     def rollout_done(self, done: int, total: int, what: str = "rollouts") -> None:
         """`done` of the `total` rollouts of this step (or of what is named) have ended."""
 
     def step(self, metrics: Metrics) -> None:
         """A step has ended; `metrics` is its line of metrics.jsonl, with "step"."""
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time_parts(metrics).items())
+        self.message(
+            f"step {metrics.get('step', 0):>{len(str(self.steps))}}/{self.steps}"
+            f"  reward {number(metrics.get('reward/mean')):>5}  pass@1 {number(metrics.get('pass/at_1')):>5}"
+            f"  {number(metrics.get('perf/rollout_tokens_per_s'), 0):>6} tok/s"
+            f"  {number(metrics.get('time/step'), 1):>5} s ({parts})"
+            f"  stale {number(metrics.get('staleness/max'), 0)}"
+            f"  |Δlogp| {number(metrics.get('mismatch/abs_diff_mean'), 4)}"
+            + "".join(f"  {what} {count:.0f}" for what, count in losses(metrics).items()))
 
     def evaluation(self, name: str, when: str, result: Metrics) -> None:
-        """The env `name` was evaluated `when` ("before", "step 20", "after").
-
-        `result` has pass_at_<k> and may have length_mean, truncated, episodes.
-        """
+        """The env `name` was evaluated `when` (before, step 20, after); `result` has pass_at_<k>, maybe episodes."""
+        found = self.evaluations.setdefault(name, [])
+        found.append(pass_rate(result))
+        gained = f" (from {number(found[0][1])})" if len(found) > 1 else ""
+        prompts = f", {result['episodes']} prompts" if "episodes" in result else ""
+        self.message(f"held-out {name} {when}: {found[-1][0]} {number(found[-1][1])}{gained}{prompts}")
 
     def message(self, text: str) -> None:
         """Something worth a line of its own; may come before `start`."""
+        with contextlib.suppress(OSError):  # A run outlives the pipe that its log goes to.
+            print(self.encodable(text), file=self.stream, flush=True)
+
+    def encodable(self, text: str) -> str:
+        """`text` with what the stream cannot hold as escapes."""
+        encoding = self.stream.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run is over; `summary` is shown as name and value."""
+        """The run is over; `summary` is shown as name and value, a line each."""
+        self.close()
+        width = max(map(len, summary), default=0)
+        for name, value in summary.items():
+            self.message(f"{name:<{width}}  {number(value) if isinstance(value, float) else value}")
 
     def close(self) -> None:
         """Stop showing. Idempotent."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def make_progress(stream: TextIO | None = None) -> Progress:
@@ -58,86 +93,17 @@ def make_progress(stream: TextIO | None = None) -> Progress:
         from .progress_live import LiveProgress
 
         return LiveProgress(stream)
-    return PlainProgress(stream)
-
-
-class PlainProgress:
-    """One line a step, for logs: aligned, self-describing, flushed."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
-        self._steps = 0
-        self._before: dict[str, float] = {}
-
-    def start(self, config: "Config", run_dir: str | os.PathLike[str], history: Sequence[Metrics] = ()) -> None:
-        """See `Progress`."""
-        self._steps = config.steps
-        resumed = f", resumed after step {history[-1].get('step')}" if history else ""
-        self.message(f"{headline(config)} · {config.steps} steps{resumed} → {os.fspath(run_dir)}")
-
-    def rollout_done(self, done: int, total: int, what: str = "rollouts") -> None:
-        """Not shown."""
-
-    def step(self, metrics: Metrics) -> None:
-        """See `Progress`."""
-        width = len(str(self._steps))
-        parts = [f"{name} {seconds:.1f}" for name, seconds in time_parts(metrics).items()]
-        self.message(
-            f"step {metrics.get('step', 0):>{width}}/{self._steps}"
-            f"  reward {number(metrics.get('reward/mean')):>5}  pass@1 {number(metrics.get('pass/at_1')):>5}"
-            f"  {number(metrics.get('perf/rollout_tokens_per_s'), 0):>6} tok/s"
-            f"  {number(metrics.get('time/step'), 1):>5} s ({', '.join(parts)})"
-            f"  stale {number(metrics.get('staleness/max'), 0)}"
-            f"  |Δlogp| {number(metrics.get('mismatch/abs_diff_mean'), 4)}"
-            + "".join(f"  {kind} {reason} {count:.0f}" for kind, reason, count in losses(metrics))
-        )
-
-    def evaluation(self, name: str, when: str, result: Metrics) -> None:
-        """See `Progress`."""
-        label, value = pass_rate(result)
-        first = self._before.setdefault(name, value)
-        gained = "" if when == "before" else f" (from {number(first)})"
-        prompts = f", {result['episodes']} prompts" if "episodes" in result else ""
-        self.message(f"held-out {name} {when}: {label} {number(value)}{gained}{prompts}")
-
-    def message(self, text: str) -> None:
-        """See `Progress`."""
-        encoding = self._stream.encoding or "utf-8"
-        with contextlib.suppress(OSError):  # A run outlives the pipe that its log goes to.
-            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """See `Progress`."""
-        width = max(map(len, summary), default=0)
-        for name, value in summary.items():
-            self.message(f"{name:<{width}}  {number(value) if isinstance(value, float) else value}")
-
-    def close(self) -> None:
-        """Nothing to undo."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    return Progress(stream)
 
 
 def headline(config: "Config") -> str:
     """What is trained, in a few words."""
-    return f"{config.env} · {config.model or 'smollm2-135m'} · seed {config.seed}"
+    return f"{config.env} · {os.path.basename(config.model or 'smollm2-135m')} · seed {config.seed}"
 
 
 def number(value: Any, digits: int = 3) -> str:
     """`value` with `digits` decimals and thousands marked; a dash if it is missing or not finite."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return "–"
-    return f"{value:,.{digits}f}"
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds, or hours."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
 def time_parts(metrics: Metrics) -> dict[str, float]:
@@ -148,20 +114,13 @@ def time_parts(metrics: Metrics) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds > step / 20}
 
 
-def losses(metrics: Metrics) -> list[tuple[str, str, float]]:
-    """(failed or dropped, reason, count) of the rollouts that a step lost."""
-    found = []
-    for name, count in metrics.items():
-        _, _, rest = name.partition("rollout/")
-        kind, _, reason = rest.partition("/")
-        if kind in ("failed", "dropped") and reason and count:
-            found.append((kind, reason, float(count)))
-    return found
+def losses(metrics: Metrics) -> dict[str, float]:
+    """How many rollouts a step lost, by "failed REASON" and "dropped REASON"."""
+    names = [name for name in metrics if name.startswith(("rollout/failed/", "rollout/dropped/"))]
+    return {" ".join(name.split("/")[1:]): metrics[name] for name in names if metrics[name]}
 
 
 def pass_rate(result: Metrics) -> tuple[str, float]:
     """The name and value of the first pass@k in the result of an evaluation."""
-    for name, value in result.items():
-        if name.startswith("pass_at_"):
-            return f"pass@{name.removeprefix('pass_at_')}", float(value)
-    return "pass@1", math.nan
+    rates = (("pass@" + name[8:], value) for name, value in result.items() if name.startswith("pass_at_"))
+    return next(rates, ("pass@1", math.nan))

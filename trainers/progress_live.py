@@ -5,9 +5,12 @@ It draws what it was told and keeps no other state; see `progress.Progress` for 
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -16,42 +19,38 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .progress import TIME_PARTS, Metrics, duration, headline, losses, number, pass_rate, time_parts
+from .progress import TIME_PARTS, Metrics, Progress, headline, losses, number, pass_rate, time_parts
 
 if TYPE_CHECKING:
     from .config import Config
 
 # A shade for each part as well as a colour, so that the bar reads without colour.
-_PARTS = {
-    name: (shade, style)
-    for name, shade, style in zip(
-        (*TIME_PARTS, "other"), "█▒▓░·", ("cyan", "yellow", "magenta", "green", "dim"), strict=True
-    )
-}
+_LOOKS = dict(zip((*TIME_PARTS, "other"), zip("█▒▓░·", ("cyan", "yellow", "magenta", "green", "dim"), strict=True),
+                  strict=True))
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """A panel that redraws itself twice a second; messages scroll by above it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
         self._console = Console(file=stream, highlight=False)
         self._live: Live | None = None
-        self._title, self._run_dir, self._steps = "", "", 0
-        self._step = self._first_step = 0
-        self._began = self._step_began = monotonic()
-        self._rollouts = (0, 0, "rollouts")
+        self._title = self._run_dir = ""
+        self._now = self._first = 0
+        self._began = monotonic()
+        self._rollouts = (0, 0, "")
         self._rewards: dict[int, float] = {}
         self._metrics: Metrics = {}
-        self._lost: dict[str, float] = {}
-        self._evaluations: dict[str, list[tuple[str, str, float]]] = {}
+        self._lost: Counter[str] = Counter()
 
     def start(self, config: "Config", run_dir: str | os.PathLike[str], history: Sequence[Metrics] = ()) -> None:
         """See `Progress`."""
-        self._title, self._run_dir, self._steps = headline(config), os.fspath(run_dir), config.steps
+        self._title, self._run_dir, self.steps = headline(config), os.fspath(run_dir), config.steps
         for metrics in history:
             self._note(metrics)
-        self._first_step, self._began = self._step, monotonic()
+        self._first, self._began = self._now, monotonic()
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
         self._live.start(refresh=True)
 
@@ -61,138 +60,107 @@ class LiveProgress:
 
     def step(self, metrics: Metrics) -> None:
         """See `Progress`."""
-        if self._step == self._first_step:
+        if self._now == self._first:
             # Evaluation before the first step is no part of the pace.
             self._began = monotonic() - float(metrics.get("time/step") or 0.0)
         self._note(metrics)
-        self._rollouts = (0, 0, "rollouts")
+        self._rollouts = (0, 0, "")
 
     def evaluation(self, name: str, when: str, result: Metrics) -> None:
         """See `Progress`."""
-        self._evaluations.setdefault(name, []).append((when, *pass_rate(result)))
+        self.evaluations.setdefault(name, []).append(pass_rate(result))
 
     def message(self, text: str) -> None:
         """See `Progress`."""
-        self._console.print(Text(text))
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """See `Progress`."""
-        self._rollouts = (0, 0, "")
-        self.close()
-        table = Table.grid(padding=(0, 2))
-        for name, value in summary.items():
-            table.add_row(Text(name, "bold"), Text(number(value) if isinstance(value, float) else str(value)))
-        self._console.print(table)
+        self._console.print(Text(self.encodable(text)))
 
     def close(self) -> None:
         """Leave the last picture on the screen."""
         if self._live is not None:
+            self._rollouts = (0, 0, "")
             self._live.stop()
             self._live = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _note(self, metrics: Metrics) -> None:
-        self._step = int(metrics.get("step", self._step))
-        self._metrics = metrics
-        reward = metrics.get("reward/mean")
-        if isinstance(reward, int | float) and math.isfinite(reward):
-            self._rewards[self._step] = float(reward)
-        for kind, reason, count in losses(metrics):
-            self._lost[f"{kind} {reason}"] = self._lost.get(f"{kind} {reason}", 0.0) + count
+        self._now = int(metrics.get("step", self._now))
+        if "reward/mean" in metrics:
+            self._metrics, reward = metrics, metrics["reward/mean"]
+            if isinstance(reward, int | float) and math.isfinite(reward):
+                self._rewards[self._now] = float(reward)
+        self._lost.update(losses(metrics))
 
     def _render(self) -> RenderableType:
-        body = Table.grid(expand=True)
-        body.add_row(self._progress_row())
-        middle = Table.grid(expand=True, padding=(0, 2))
-        middle.add_column(ratio=1)
-        middle.add_column(max_width=44)
-        middle.add_row(_Curve(self._rewards, self._steps), self._numbers())
-        body.add_row("")
-        body.add_row(middle)
-        body.add_row("")
+        middle = _grid(1, 0, max_width=44)
+        middle.add_row(_Curve(self._rewards, max([self.steps, 1, *self._rewards])), self._numbers())
         parts = time_parts(self._metrics)
-        body.add_row(_Shares(parts))
-        body.add_row(self._time_legend(parts))
+        legend = Text(f"{number(self._metrics.get('time/step'), 1)} s a step", "bold")
+        for name, seconds in parts.items():
+            shade, style = _LOOKS[name]
+            legend.append(f"  {shade} ", style).append(f"{name} {seconds:.1f}", "not bold")
+        body = _grid(1)
+        for row in (self._headway(), "", middle, "", _Shares(parts), legend):
+            body.add_row(row)
         return Panel(body, title=Text(self._title, "bold"), title_align="left", subtitle=Text(self._run_dir, "dim"),
-                     subtitle_align="right", border_style="dim", padding=(0, 1))  # fmt: skip
+                     subtitle_align="right", border_style="dim")
 
-    def _progress_row(self) -> Table:
-        row = Table.grid(expand=True, padding=(0, 2))
-        row.add_column()
-        row.add_column(ratio=1)
-        row.add_column(justify="right")
+    def _headway(self) -> Table:
         done, total, what = self._rollouts
-        elapsed, steps = monotonic() - self._began, self._step - self._first_step
-        clock = duration(elapsed)
-        if steps and self._step < self._steps:
-            clock += f" · {duration(elapsed / steps * (self._steps - self._step))} left"
-        row.add_row(
-            Text(f"step {self._step}/{self._steps}", "bold"),
-            ProgressBar(total=max(self._steps, 1), completed=self._step),
-            Text(f"{what} {done}/{total} · {clock}" if total else clock),
-        )
+        elapsed, steps = monotonic() - self._began, self._now - self._first
+        clock = str(timedelta(seconds=int(elapsed)))
+        if steps and self._now < self.steps:
+            clock += f" · {timedelta(seconds=int(elapsed / steps * (self.steps - self._now)))} left"
+        row = _grid(0, 1, 0)
+        row.add_row(Text(f"step {self._now}/{self.steps}", "bold"), ProgressBar(max(self.steps, 1), self._now),
+                    Text(f"{what} {done}/{total} · {clock}" if total else clock))
         return row
 
     def _numbers(self) -> Table:
-        metrics = self._metrics
+        get, lost = self._metrics.get, " · ".join(f"{what} {count:.0f}" for what, count in self._lost.items())
+        rows = [("reward", Text(number(get("reward/mean")), "bold green")),
+                ("pass@1", number(get("pass/at_1"))),
+                ("tokens/s", number(get("perf/rollout_tokens_per_s"), 0)),
+                ("staleness", f"{number(get('staleness/mean'), 1)} max {number(get('staleness/max'), 0)}"),
+                ("|Δ log p|", number(get("mismatch/abs_diff_mean"), 4))]
+        for name, found in self.evaluations.items():
+            label = found[0][0] if len(self.evaluations) == 1 else f"{name} {found[0][0]}"
+            ends = [found[0], found[-1]][: len(found)]
+            rows.append((f"held-out {label}", Text(" → ".join(number(rate, 2) for _, rate in ends), "bold cyan")))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
-        table.add_column()
-        table.add_row("reward", Text(number(metrics.get("reward/mean")), "bold green"))
-        table.add_row("pass@1", number(metrics.get("pass/at_1")))
-        table.add_row("tokens/s", number(metrics.get("perf/rollout_tokens_per_s"), 0))
-        stale = number(metrics.get("staleness/mean"), 1)
-        table.add_row("staleness", f"{stale} max {number(metrics.get('staleness/max'), 0)}")
-        table.add_row("|Δ log p|", number(metrics.get("mismatch/abs_diff_mean"), 4))
-        for name, found in self._evaluations.items():
-            label = found[0][1] if len(self._evaluations) == 1 else f"{name} {found[0][1]}"
-            rates = [number(found[0][2], 2)] + ([number(found[-1][2], 2)] if len(found) > 1 else [])
-            table.add_row(f"held-out {label}", Text(" → ".join(rates), "bold cyan"))
-        lost = " · ".join(f"{reason} {count:.0f}" for reason, count in self._lost.items())
-        table.add_row("lost", Text(lost or "none", "red" if lost else "", overflow="fold"))
+        for row in (*rows, ("lost", Text(lost or "none", "red" if lost else ""))):
+            table.add_row(*row)
         return table
 
-    def _time_legend(self, parts: Mapping[str, float]) -> Text:
-        legend = Text(f"{number(self._metrics.get('time/step'), 1)} s a step", "bold")
-        for name, seconds in parts.items():
-            legend.append(f"  {_PARTS[name][0]} ", _PARTS[name][1]).append(f"{name} {seconds:.1f}", "not bold")
-        return legend
 
-
+@dataclass(frozen=True)
 class _Shares:
     """A bar as wide as there is room, cut in proportion to seconds."""
 
-    def __init__(self, parts: Mapping[str, float]) -> None:
-        self.parts = parts
+    parts: Mapping[str, float]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         bar, edge, total = Text(no_wrap=True), 0.0, sum(self.parts.values())
         for name, seconds in self.parts.items():
-            shade, style = _PARTS[name]
             begin, edge = edge, edge + seconds / total * options.max_width
-            bar.append(shade * (round(edge) - round(begin)), style)
+            bar.append(_LOOKS[name][0] * (round(edge) - round(begin)), _LOOKS[name][1])
         yield bar
 
 
+@dataclass(frozen=True)
 class _Curve:
     """Values by step as dots of braille, over the whole run from left to right, with the axis."""
 
-    def __init__(self, values: Mapping[int, float], steps: int, rows: int = 7) -> None:
-        self.values, self.steps, self.rows = values, max([steps, 1, *values]), rows
+    values: Mapping[int, float]
+    steps: int
+    rows: int = 7
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         low, high = min([0.0, *self.values.values()]), max([1.0, *self.values.values()])
-        axis = {0: f"{high:.1f}", self.rows - 1: f"{low:.1f}"}
-        indent = max(map(len, axis.values()))
-        lines = braille(self.values, self.steps, max(options.max_width - indent - 2, 1), self.rows, low, high)
-        for i, line in enumerate(lines):
-            tick = "┤" if i in axis else "│"
-            yield Text(f"{axis.get(i, ''):>{indent}} {tick}", "dim").append(line, "not dim green")
+        labels = [f"{high:.1f} ┤", *["│"] * (self.rows - 2), f"{low:.1f} ┤"]
+        indent = max(map(len, labels))
+        lines = braille(self.values, self.steps, max(options.max_width - indent, 1), self.rows, low, high)
+        for label, line in zip(labels, lines, strict=True):
+            yield Text(label.rjust(indent), "dim").append(line, "not dim green")
 
 
 def braille(values: Mapping[int, float], steps: int, width: int, rows: int, low: float, high: float) -> list[str]:
@@ -201,17 +169,22 @@ def braille(values: Mapping[int, float], steps: int, width: int, rows: int, low:
     Steps that share a column of dots are drawn as one stroke from the least to the greatest.
     """
     cells = [[0] * width for _ in range(rows)]
-
-    def dot(x: int, y: int) -> None:
-        cells[rows - 1 - y // 4][x // 2] |= _BRAILLE[3 - y % 4][x % 2]
-
     last: tuple[int, int] | None = None
     for step, value in sorted(values.items()):
-        x = round((step - 1) / max(steps - 1, 1) * (2 * width - 1))
-        y = round((value - low) / (high - low) * (4 * rows - 1))
-        from_x, from_y = last or (x, y)
-        for i in range(span := max(x - from_x, abs(y - from_y), 1) + 1):
-            part = i / (span - 1)
-            dot(round(from_x + part * (x - from_x)), round(from_y + part * (y - from_y)))
-        last = x, y
+        end_x = round((step - 1) / max(steps - 1, 1) * (2 * width - 1))
+        end_y = round((value - low) / (high - low) * (4 * rows - 1))
+        x, y = last or (end_x, end_y)
+        span = max(end_x - x, abs(end_y - y), 1)
+        for i in range(span + 1):
+            dot_x, dot_y = round(x + i / span * (end_x - x)), round(y + i / span * (end_y - y))
+            cells[rows - 1 - dot_y // 4][dot_x // 2] |= _BRAILLE[3 - dot_y % 4][dot_x % 2]
+        last = end_x, end_y
     return ["".join(chr(0x2800 + bits) for bits in line) for line in cells]
+
+
+def _grid(*ratios: int, max_width: int | None = None) -> Table:
+    """A full-width grid; a column with ratio 0 is as wide as what it holds, at most `max_width`."""
+    grid = Table.grid(expand=True, padding=(0, 2) if len(ratios) > 1 else 0)
+    for ratio in ratios:
+        grid.add_column(ratio=ratio or None, max_width=None if ratio else max_width)
+    return grid

@@ -7,6 +7,7 @@ object a line and on disk before `append_metrics` returns, so a crash costs at m
 
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from molt_gym.errors import ConfigError
 from molt_gym.tokens.trajectory import Trajectory, write_jsonl
@@ -25,24 +26,20 @@ from .atomic import atomic_path, recover
 
 def default_path(env: str, model: str, root: str | os.PathLike[str] = "runs") -> Path:
     """A free `root/<env>-<model>-<timestamp>`, model being a name, hub id or folder."""
-    model_name = Path(model).name or model
-    stem = re.sub(r"[^\w.-]+", "-", f"{env.split(':')[-1]}-{model_name}-{datetime.now():%Y%m%d-%H%M%S}")
-    path, number = Path(root) / stem, 2
-    while path.exists():
-        path, number = Path(root) / f"{stem}-{number}", number + 1
-    return path
-
-
-def latest_run(env: str | None = None, root: str | os.PathLike[str] = "runs") -> Path | None:
-    """The run under `root` whose metrics or settings changed last; `env` narrows to names that start with that id."""
-    prefix = "" if env is None else re.sub(r"[^\w.-]+", "-", env.split(":")[-1]) + "-"
-    runs = [p for p in Path(root).glob(f"{prefix}*") if holds_run(p)]
-    return max(runs, key=lambda p: max(f.stat().st_mtime for f in p.iterdir()), default=None)
+    stem = f"{_slug(env)}-{_slug(Path(model).name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    return next(path for suffix in suffixes if not (path := Path(root) / (stem + suffix)).exists())
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:
     """Whether a run has begun in the folder."""
     return (Path(path) / "config.toml").is_file()
+
+
+def latest_run(env: str | None = None, root: str | os.PathLike[str] = "runs") -> Path | None:
+    """The run under `root`, of `env` if given, whose files changed last."""
+    runs = filter(holds_run, Path(root).glob("*" if env is None else f"{_slug(env)}-*"))
+    return max(runs, key=lambda run: max(file.stat().st_mtime for file in run.iterdir()), default=None)
 
 
 class RunDir:
@@ -66,24 +63,22 @@ class RunDir:
             raise ConfigError(f"resume: {self.path} holds no run (no config.toml); name a folder that train wrote")
         if not resume and _holds_files(self.path):
             raise ConfigError(f"out: {self.path} is in use; choose a new folder or continue it with --resume")
+        folders = (self.path, self.rollouts_path, self.checkpoints_path)
         try:
-            for folder in (self.path, self.rollouts_path, self.checkpoints_path):
+            for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out: cannot make {error.filename}: {error.strerror}; choose another folder") from error
         self._lock = _hold(self.path)
-        for folder in (self.path, self.rollouts_path, self.checkpoints_path):
+        for folder in folders:
             recover(folder)
-        self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if resume:
-            self.cut_metrics(None)
+        self._metrics = self.metrics_path.open("ab", buffering=0)
+        self.cut_metrics()
 
     def close(self) -> None:
         """Let another process have the folder. Idempotent."""
-        for fd in (self._metrics, self._lock):
-            if fd >= 0:
-                os.close(fd)
-        self._metrics = self._lock = -1
+        self._metrics.close()
+        self._lock.close()
 
     def __enter__(self) -> "RunDir":
         return self
@@ -107,31 +102,28 @@ class RunDir:
             OSError: the disk refused.
         """
         line = json.dumps({name: _plain(name, value) for name, value in metrics.items()}, allow_nan=False) + "\n"
-        data, size = line.encode(), os.fstat(self._metrics).st_size
+        data, size = line.encode(), self._metrics.seek(0, os.SEEK_END)
         try:
             while data:
-                data = data[os.write(self._metrics, data) :]
+                data = data[self._metrics.write(data) :]
             os.fsync(self._metrics)
         except OSError:
-            os.ftruncate(self._metrics, size)
+            self._metrics.truncate(size)
             raise
 
-    def cut_metrics(self, step: int | None) -> None:
+    def cut_metrics(self, step: float = math.inf) -> None:
         """Forget what came after `step`: metrics lines (also a half-written one) and transcripts.
 
         A run resumed from the checkpoint of `step` then leaves the same files as one that was never interrupted.
-        None forgets the half-written line alone.
         """
-        lines = _whole_lines(self.metrics_path)
-        if step is not None:
-            lines = [line for line in lines if json.loads(line).get("step", 0) <= step]
-            for file in self.rollouts_path.glob("step-*.jsonl"):
-                if int(file.stem.removeprefix("step-")) > step:
-                    file.unlink()
+        lines = [line for line in _whole_lines(self.metrics_path) if json.loads(line).get("step", 0) <= step]
+        for file in self.rollouts_path.glob("step-*.jsonl"):
+            if int(file.stem.removeprefix("step-")) > step:
+                file.unlink()
         with atomic_path(self.metrics_path) as temporary:
             temporary.write_bytes(b"".join(line + b"\n" for line in lines))
-        os.close(self._metrics)
-        self._metrics = os.open(self.metrics_path, os.O_WRONLY | os.O_APPEND)
+        self._metrics.close()
+        self._metrics = self.metrics_path.open("ab", buffering=0)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All steps so far, as `read_metrics` gives them."""
@@ -157,6 +149,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     records = [json.loads(line) for line in _whole_lines(path / "metrics.jsonl" if path.is_dir() else path)]
     return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name.rpartition(":")[2])
 
 
 def _holds_files(path: Path) -> bool:
@@ -188,14 +184,14 @@ def _whole_lines(path: Path) -> list[bytes]:
     return lines
 
 
-def _hold(folder: Path) -> int:
+def _hold(folder: Path) -> BinaryIO:
     # A POSIX record lock: a killed process frees it and forked children do not inherit it, unlike flock.
-    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    file = (folder / ".lock").open("wb")
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         # Other errors mean that this file system has no locks.
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            os.close(fd)
+            file.close()
             raise ConfigError(f"out: another process is writing to {folder}; choose another folder") from None
-    return fd
+    return file

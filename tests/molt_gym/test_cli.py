@@ -193,7 +193,7 @@ def test_resume_takes_env_seed_and_settings_from_the_run(run, called):
     assert main(["train", "--resume", str(run), "--steps", "90"]) == 0
     ((_, args, kwargs),) = called
     assert args == ("CodeExec-v0", None)
-    assert kwargs == {"out": str(run), "steps": 90, "seed": 7, "config": run / "config.toml"}
+    assert kwargs == {"out": str(run), "steps": 90, "seed": 7, "config": None}
 
 
 def test_resume_auto_takes_the_latest_run_of_the_env(run, called):
@@ -264,11 +264,25 @@ def test_rollout_exits_1_with_counts_when_every_episode_failed(monkeypatch, caps
     assert "judge 2, sandbox 1" in capsys.readouterr().err
 
 
-def test_eval_passes_options_on_and_prints_what_was_found(monkeypatch, capsys):
-    monkeypatch.setattr(
-        molt_gym, "evaluate", lambda *args, **kwargs: {"pass_at_k": {1: 0.5}, "reward": 0.25, "args": kwargs["k"]}
-    )
-    assert main(["eval", "CodeExec-v0", "--model", "tiny", "--k", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"pass_at_k": {"1": 0.5}, "reward": 0.25, "args": 4}
-    assert main(["eval", "CodeExec-v0"]) == 0
-    assert "reward           0.2500" in capsys.readouterr().out
+@pytest.fixture
+def parrot_policy(monkeypatch):
+    """Evaluates a function in the place of a model, really."""
+    evaluate = molt_gym.evaluate
+
+    def with_function(env, model, **kwargs):
+        print("which model, and why")
+        return evaluate(env, lambda observation: "hello", **kwargs)
+
+    monkeypatch.setattr(molt_gym, "evaluate", with_function)
+
+
+def test_eval_prints_what_was_found(parrot, parrot_policy, capsys):
+    assert main(["eval", parrot, "--episodes", "3"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["env", parrot] in lines and ["pass_at_1", "1"] in lines and ["episodes", "3"] in lines
+
+
+def test_eval_prints_nothing_but_json_if_asked(parrot, parrot_policy, capsys):
+    assert main(["eval", parrot, "--episodes", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pass_at_1"] == 1.0 and found["episodes"] == 2 and found["failures"] == {}

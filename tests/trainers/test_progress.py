@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from molt_gym.trainers.config import load_config
-from molt_gym.trainers.progress import PlainProgress, make_progress
+from molt_gym.trainers.progress import Progress, make_progress
 from molt_gym.trainers.progress_live import braille
 
 STEP = {
@@ -63,14 +63,14 @@ def test_a_log_whose_reader_has_gone_does_not_end_the_run():
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
-    PlainProgress(stream).message("nobody listens")
+    Progress(stream).message("nobody listens")
     with pytest.raises(BrokenPipeError):
         stream.close()
 
 
 def test_a_log_of_another_encoding_gets_escapes_not_errors():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    PlainProgress(stream).message("→ \ud800")
+    Progress(stream).message("→ \ud800")
     assert stream.buffer.getvalue() == b"\\u2192 \\ud800\n"
 
 
@@ -139,4 +139,4 @@ def test_no_colour_is_used_where_none_is_wanted():
 
 def test_a_dumb_terminal_gets_plain_lines():
     _, text = on_terminal(RUN.replace("FINALLY", ""), TERM="dumb")
-    assert "PlainProgress" in text and "\x1b" not in text
+    assert "LiveProgress" not in text and "\x1b" not in text

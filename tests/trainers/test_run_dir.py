@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 
@@ -115,19 +116,15 @@ def test_a_resumed_run_gives_the_same_files_as_one_that_was_never_stopped(run):
         assert content(again) == whole
 
 
-def test_a_full_disk_is_reported_and_leaves_whole_lines(run, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_whole_lines(run):
     run.append_metrics({"step": 1})
-    write = os.write
-
-    def full(fd, data):
-        if len(data) < 10:
-            raise OSError(28, "No space left on device")
-        return write(fd, data[: len(data) // 2])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        with pytest.raises(OSError, match="No space"):
+    room, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (run.metrics_path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
             run.append_metrics({"step": 2, "reward/mean": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     run.append_metrics({"step": 2})
     assert run.read_metrics() == [{"step": 1}, {"step": 2}]
 
