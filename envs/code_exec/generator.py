@@ -173,7 +173,10 @@ FAMILIES: dict[str, Family] = {
         lambda k, n: k * sum(map(int, str(n))),
     ),
     "count_multiples": _function(
-        "f(n) that returns how many numbers from 1 to n are divisible by {}", _factor, _whole, lambda k, n: n // k
+        "f(n) that returns how many numbers from 1 to n are divisible by {}",
+        lambda rng, difficulty: rng.randint(2, 9 + 10 * difficulty),
+        _whole,
+        lambda k, n: n // k,
     ),
     "keep_above": _function(
         "f(xs) that returns the list of the items of xs above {}",

@@ -69,15 +69,15 @@ def judge_output(execution: Execution, expected: str, limits: Limits) -> Verdict
 
 def _check(sandbox: Sandbox, code: str, task: Task, limits: Limits) -> Verdict:
     tests = checks_program(task.checks, task.entry_point)
-    result, _ = sandbox.run_pair(tests, solution_program(code), limits=limits)
+    result, _ = sandbox.run_pair(tests, solution_program(code), limits=replace(limits, output_chars=10_000))
     if result.timed_out:
         return _timeout(limits)
     if result.exit_code == PASSED:
         return Verdict("passed")
     if result.exit_code == RAISED:
-        return Verdict("error", f"Error: {shortened(result.stderr, limits.output_chars)}")
+        return Verdict("error", f"Error: {shortened(result.stdout, limits.output_chars)}")
     if result.exit_code == UNFIT:
-        raise EnvFailure("tests", result.stderr)
+        raise EnvFailure("tests", result.stdout)
     return Verdict("wrong", f"A hidden test failed. {_WRONG}")
 
 

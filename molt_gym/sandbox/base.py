@@ -39,7 +39,8 @@ class Limits:
         seconds: wall time from the program's start on; CPU time of each process, a second more.
         memory_mb: address space of each process, in MiB; all together can have `processes` times as much.
         processes: processes and threads that exist at a time.
-        output_chars: characters of stdout and of stderr that are kept; of more, the middle is cut out.
+        output_chars: characters of stdout that are kept; of more, the middle is cut out.
+        error_chars: likewise of stderr.
         disk_mb: the writable folder, in MiB; also the size of a file.
         open_files: file descriptors of each process.
     """
@@ -48,6 +49,7 @@ class Limits:
     memory_mb: int = 256
     processes: int = 16
     output_chars: int = 10_000
+    error_chars: int = 10_000
     disk_mb: int = 16
     open_files: int = 64
 
@@ -66,7 +68,7 @@ class Execution:
     """What came of running a program.
 
     Args:
-        stdout: decoded as UTF-8, U+FFFD for other bytes; cut to `Limits.output_chars`, around a marker that says so.
+        stdout: decoded as UTF-8, U+FFFD for other bytes; a marker in the middle tells if and how much was cut.
         stderr: likewise.
         exit_code: 0: success; 128 + n: killed by signal n; None: the time limit ended it.
         timed_out: whether a limit on time ended it.
@@ -198,7 +200,7 @@ class Sandbox(ABC):
                 )
             except OSError as error:
                 raise EnvFailure("sandbox", f"cannot start a program: {error}") from error
-        job = _Job(process, launch, ready, Capture(limits.output_chars), Capture(limits.output_chars))
+        job = _Job(process, launch, ready, Capture(limits.output_chars), Capture(limits.error_chars))
         stack.callback(self._finish, job)
         with self._lock:
             self._running.add(job)

@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ["PASSED", "RAISED", "UNFIT", "checks_program", "solution_program"]
 
 PASSED, RAISED, UNFIT = 0, 3, 4
-"""Exit codes of the program of checks: all passed; the solution raised (stderr tells what); no tests of a solution."""
+"""Exit codes of the program of checks: all passed; the solution raised (stdout tells what); no tests of a solution."""
 
 _FOLDER = Path(__file__).parent
 

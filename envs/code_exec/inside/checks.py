@@ -1,7 +1,7 @@
 """Runs tests against functions that live in another sandbox; runs inside of a sandbox, after values.py.
 
-The exit code is the verdict (see `__init__.py`). Whatever comes from the other side is data: it can make a test fail,
-or give the values that the test demands, and nothing else.
+The exit code is the verdict (see `__init__.py`), and stdout says why; what the tests print goes to stderr. Whatever
+comes from the other side is data: it can make a test fail, or give the values that the test demands, and nothing else.
 """
 
 import ast
@@ -81,8 +81,17 @@ class Remote:
 
     def fail(self, text):
         """Ends the tests: there is no other side to test any more."""
-        os.write(2, text.encode("utf-8", "replace"))
-        os._exit(RAISED)
+        leave(RAISED, text)
+
+
+_verdict = os.dup(1)
+os.dup2(2, 1)
+
+
+def leave(status, text):
+    """Ends this program at once."""
+    os.write(_verdict, text.encode("utf-8", "replace"))
+    os._exit(status)
 
 
 def update(given, now):
@@ -112,7 +121,9 @@ def unknown_names(tree):
 
 def run(checks, entry_point, remote):
     """Runs all checks; raises if one fails."""
-    namespace = {"__name__": "__main__"}
+    # A real module, because test frameworks look for tests there.
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    namespace = vars(module)
     try:
         tree = ast.parse("\n".join(checks))
     except (SyntaxError, ValueError) as error:
@@ -129,6 +140,7 @@ def run(checks, entry_point, remote):
 def main(checks, entry_point):
     """Exits with the verdict."""
     remote = Remote(Channel())
+    sys.argv = ["tests.py"]
     remote.start()
     status, text = 0, ""
     try:
@@ -141,5 +153,4 @@ def main(checks, entry_point):
         status, text = (RAISED, remote.text) if error is remote.raised else (1, repr(error))
     if status == 0 and not remote.calls:
         status, text = UNFIT, "the tests call no function of the solution"
-    os.write(2, text.encode("utf-8", "replace"))
-    os._exit(status)
+    leave(status, text)
