@@ -60,8 +60,8 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
         out = _run_to_resume(options.resume, env, out)
     # What the command does not say comes from the file, or from the run that is resumed.
     file = _read_toml(config) if config else _read_toml(Path(out) / "config.toml") if out else {}
-    env = env or file.get("env")
-    if env is None:
+    env = env or file.get("env", "")
+    if not env:
         raise ConfigError("env: missing; write molt-gym train ENV, such as molt-gym train CodeExec-v0")
     seed = options.seed if options.seed is not None else file.get("seed", 0)
     molt_gym.train(env, options.model, out=out, steps=options.steps, seed=seed, config=config, **overrides)
@@ -216,12 +216,12 @@ def _settings() -> str:
 
 def _split(
     options: argparse.Namespace, rest: list[str], *, env_needed: bool = True
-) -> tuple[str | None, dict[str, Any]]:
-    """The env and the overrides among the words that are no options of the command itself."""
+) -> tuple[str, dict[str, Any]]:
+    """The env ("" without one) and the overrides among the words that are no options of the command itself."""
     from .trainers.config import parse_cli
 
-    env = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    if env is None and env_needed:
+    env = rest.pop(0) if rest and not rest[0].startswith("-") else ""
+    if env_needed and not env:
         example = f"molt-gym {options.verb} CodeExec-v0"
         raise ConfigError(f"env: missing; write it first, such as {example} (`molt-gym envs` lists them)")
     return env, parse_cli(rest)
@@ -232,7 +232,7 @@ def _refuse(rest: Sequence[str]) -> None:
         raise ConfigError(f"{rest[0]!r} is no option of this command; see --help")
 
 
-def _run_to_resume(resume: str, env: str | None, out: str | None) -> str | None:
+def _run_to_resume(resume: str, env: str, out: str | None) -> str | None:
     from .trainers.run_dir import holds_run, latest_run
 
     if resume != "auto":
@@ -243,7 +243,7 @@ def _run_to_resume(resume: str, env: str | None, out: str | None) -> str | None:
         return resume
     if out is not None:
         return out
-    found = latest_run(env)
+    found = latest_run(env or None)
     print(f"resuming {found}" if found else f"no run{f' of {env}' if env else ''} under runs/; starting a new one")
     return None if found is None else str(found)
 

@@ -87,7 +87,8 @@ def _packages() -> Iterator[Check]:
         return
     from packaging.requirements import Requirement
 
-    missing, count, optional = [], 0, {}
+    missing, count = [], 0
+    optional: dict[str, list[str]] = {}
     for requirement in map(Requirement, needed):
         extra = _extra_of(requirement.marker)
         problem = _unmet(requirement)

@@ -78,7 +78,7 @@ def play(
                 console.print(Text(str(error), "red"))
                 shown -= 1
                 continue
-            total, over = total + reward, terminated or truncated
+            total, over = total + float(reward), terminated or truncated
         for message in observation["messages"][shown:]:
             print_message(console, message)
         console.print(Text(f"reward {total:g}", "bold"))

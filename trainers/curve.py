@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#475569")
 _INK, _GREY = "#0f172a", "#64748b"
-_STYLE = {
+_STYLE: Any = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#94a3b8",
     "axes.labelcolor": "#334155", "axes.grid": True, "grid.color": "#e2e8f0", "grid.linewidth": 0.8,
     "axes.axisbelow": True, "xtick.color": _GREY, "ytick.color": _GREY, "legend.frameon": False,

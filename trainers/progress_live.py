@@ -116,11 +116,12 @@ class LiveProgress(Progress):
 
     def _numbers(self) -> Table:
         get, lost = self._metrics.get, " · ".join(f"{what} {count:.0f}" for what, count in self._lost.items())
-        rows = [("reward", Text(number(get("reward/mean")), "bold green")),
-                ("pass@1", number(get("pass/at_1"))),
-                ("tokens/s", number(get("perf/rollout_tokens_per_s"), 0)),
-                ("staleness", f"{number(get('staleness/mean'), 1)} max {number(get('staleness/max'), 0)}"),
-                ("|Δ log p|", number(get("mismatch/abs_diff_mean"), 4))]
+        rows: list[tuple[str, str | Text]] = [
+            ("reward", Text(number(get("reward/mean")), "bold green")),
+            ("pass@1", number(get("pass/at_1"))),
+            ("tokens/s", number(get("perf/rollout_tokens_per_s"), 0)),
+            ("staleness", f"{number(get('staleness/mean'), 1)} max {number(get('staleness/max'), 0)}"),
+            ("|Δ log p|", number(get("mismatch/abs_diff_mean"), 4))]
         for name, found in self.evaluations.items():
             label = found[0][0] if len(self.evaluations) == 1 else f"{name} {found[0][0]}"
             ends = [found[0], found[-1]][: len(found)]
