@@ -189,18 +189,15 @@ class _MarkerSet(_Scanner):
         core = text.strip()
         if not core:
             return
-        start, end = text.index(core), text.index(core) + len(core)
+        start = text.index(core)
+        end = start + len(core)
+        sizes = range(1, min(self._longest, len(core) + 1))
         inside = len(core) < self._longest and core in self._joined
-        if inside or any(_ends(side, self._suffixes, self._longest, front=True) for side in (text, core)):
+        if inside or any(core[:size] in self._suffixes for size in sizes):
             yield start, start + 1
-            if end - start == 1:
-                return
-        if any(_ends(side, self._prefixes, self._longest, front=False) for side in (text, core)):
+            start += 1
+        if start < end and any(core[-size:] in self._prefixes for size in sizes):
             yield end - 1, end
-
-
-def _ends(text: str, parts: Iterable[str], longest: int, *, front: bool) -> bool:
-    return any((text[:k] if front else text[-k:]) in parts for k in range(1, min(longest, len(text) + 1)))
 
 
 def _speller(backend: Tokenizer, *, first: bool) -> Tokenizer:

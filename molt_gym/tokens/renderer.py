@@ -169,12 +169,11 @@ class Renderer:
             return False
         middle = text[len(prompt) : len(text) - len(tail)]
         reasoning = shield.text(reply.get("reasoning_content") or "")
-        parts = [reasoning, shield.text(text_of(reply), special_only=True)]
-        parts += [shield.text(call["function"]["name"]) for call in reply.get("tool_calls") or ()]
+        content = shield.text(text_of(reply), special_only=True)
         # Only the markers show whether a block of no reasoning was dropped or put in by the template.
         block = bool(reasoning) or self._closes_block(sampled_ids)
         changed = self._template.style.thinks and block != (END_THINK in middle)
-        return not changed and all(part.strip() in middle for part in parts)
+        return not changed and reasoning.strip() in middle and content.strip() in middle
 
     def _closes_block(self, ids: Sequence[int]) -> bool:
         marker = self._markers.ids.get(END_THINK)

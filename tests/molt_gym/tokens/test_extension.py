@@ -114,6 +114,8 @@ def test_a_reply_cut_inside_its_reasoning_goes_on_where_the_template_shows_it(re
     assert renderer.parse([259, 10, 262]) == {"role": "assistant", "content": "", "reasoning_content": "he"}
     assert extended(renderer, [259, 10, 262]) == [END, NEWLINE, *prompt_ids]
     assert extended(renderer_of("tools"), [259, 10, 262]) is None
+    tool = {"role": "tool", "tool_call_id": "call00000", "content": "ok"}
+    assert extended(renderer_of("toy"), [259, 10, 262], [tool])[:3] == [END, NEWLINE, 256]
 
 
 def test_a_tool_call_goes_on_with_its_result_however_its_json_is_spaced(renderer_of):
@@ -154,6 +156,23 @@ def test_content_that_the_template_drops_beside_a_tool_call_rewrites_history(tok
     both = only | {"content": "I shall add"}
     assert renderer.extend([OK], only, [OK], [], [266, END]) is not None
     assert renderer.extend([OK], both, [OK], [], [266, END]) is None
+
+
+def test_tool_calls_that_the_template_drops_later_rewrite_history(tokenizer_of):
+    shown = "(message.tool_calls | tojson if message.tool_calls and messages[-1].role != 'user' else message.content)"
+    renderer = Renderer(tokenizer_of(tokenizer_of("chatml").chat_template.replace("message.content", shown)))
+    reply = {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": 1})]}
+    tool = {"role": "tool", "tool_call_id": "call00000", "content": "ok"}
+    assert renderer.extend([OK], reply, [tool], [], [266, END]) is not None
+    assert renderer.extend([OK], reply, [tool, OK], [], [266, END]) is None
+
+
+def test_an_end_of_turn_that_depends_on_the_reply_rewrites_history(tokenizer_of):
+    template = tokenizer_of("chatml").chat_template.replace(
+        "'<|im_end|>\n'", "('<|im_end|>\n' if message.content else '')"
+    )
+    assert extended(Renderer(tokenizer_of(template)), [266, END]) is not None
+    assert extended(Renderer(tokenizer_of(template)), [END]) is None
 
 
 def test_a_template_that_refuses_the_longer_conversation_rewrites_it(tokenizer_of):

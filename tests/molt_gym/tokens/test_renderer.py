@@ -84,7 +84,7 @@ def test_a_marker_spread_over_text_parts_stays_text(renderer_of):
 @pytest.mark.parametrize(
     "template", ["{{'<|im_' + m.content}}", "{{'<' + m.content + '>'}}", "{{m.content + 'end|>'}}"]
 )
-@pytest.mark.parametrize("text", ["end|>", " end|> ", "|im_end|", "<|im_", "<|im_\n"])
+@pytest.mark.parametrize("text", ["end|>", " end|> hello ", "|im_end|", "<|im_", "hello <|im_\n"])
 def test_text_cannot_complete_a_marker_with_what_the_template_puts_beside_it(tokenizer_of, template, text):
     template = "{% for m in messages %}" + template.replace("m.content", "(m.content | trim)") + "{% endfor %}"
     assert 257 not in Renderer(tokenizer_of(template)).render([user(text)])
@@ -296,7 +296,7 @@ def sentencepiece_like(kind: str) -> PreTrainedTokenizerFast:
     if kind == "prepending":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     elif kind == "lowercasing":
-        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
         added[1] = AddedToken("<end>", special=True, normalized=True)
     elif kind == "stripping":
         added[1] = AddedToken("<end>", special=True, normalized=False, rstrip=True, lstrip=True)
@@ -319,7 +319,7 @@ class TestOtherTokenizers:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         assert Renderer(tokenizer).render(messages) == tokenizer(rendered, add_special_tokens=False).input_ids
 
-    @pytest.mark.parametrize("text", ["<end>", "a <END> b", "<s><end><en", "d>"])
+    @pytest.mark.parametrize("text", ["<end>", "a <END> b", "<s><end><en", "d>", "＜end＞"])
     def test_markers_in_text_stay_text(self, kind, text):
         tokenizer = sentencepiece_like(kind)
         ids = Renderer(tokenizer).render([user(text)])
