@@ -102,8 +102,7 @@ class TokenGraph:
                     ids = self.path(parent) + context
                     kind = "fork" if forked else "extend"
                     return Prompt(ids, parent, context, kind, messages, tools, prints[-1])
-                forked = True
-            # A recorded prompt, or a recorded reply, that the conversation goes on from in another way.
+            # A recorded prompt, or a recorded reply, that it goes on from, but not as it was recorded.
             forked = forked or length < len(messages) and prints[length] in self._prompts
             forked = forked or _fingerprint(b"", messages[length - 1]) in self._reply_prints
         context = self._renderer.render(messages, tools)

@@ -217,17 +217,10 @@ def _configured_stops(tokenizer: "PreTrainedTokenizerFast") -> Iterator[int]:
 
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
-    if not tokenizer.name_or_path:
+    try:
+        path = cached_file(tokenizer.name_or_path, "generation_config.json", local_files_only=True)
+    except OSError:
         return
-    path = cached_file(
-        tokenizer.name_or_path,
-        "generation_config.json",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    if path is not None:
-        with open(path, encoding="utf-8") as file:
-            ids = json.load(file).get("eos_token_id")
-        yield from ids if isinstance(ids, list) else [] if ids is None else [ids]
+    with open(path, encoding="utf-8") as file:
+        ids = json.load(file).get("eos_token_id")
+    yield from ids if isinstance(ids, list) else [] if ids is None else [ids]

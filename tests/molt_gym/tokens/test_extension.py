@@ -167,6 +167,15 @@ def test_tool_calls_that_the_template_drops_later_rewrite_history(tokenizer_of):
     assert renderer.extend([OK], reply, [tool, OK], [], [266, END]) is None
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_content_that_the_template_puts_behind_the_tool_calls_is_not_appended_again(tokenizer_of, keep):
+    both = "(message.tool_calls | tojson if message.tool_calls else '') + message.content"
+    renderer = Renderer(tokenizer_of(tokenizer_of("chatml").chat_template.replace("message.content", both)))
+    reply = {"role": "assistant", "content": "sure", "tool_calls": [call("add", {"a": 1})]}
+    extension = renderer.extend([OK], reply, [OK], [], [266, END], keep=keep)
+    assert extension is None or b"sure" not in bytes(i for i in extension if i < 256)
+
+
 def test_an_end_of_turn_that_depends_on_the_reply_rewrites_history(tokenizer_of):
     template = tokenizer_of("chatml").chat_template.replace(
         "'<|im_end|>\n'", "('<|im_end|>\n' if message.content else '')"

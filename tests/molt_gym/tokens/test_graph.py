@@ -142,6 +142,12 @@ def test_an_edited_reply_forks_from_the_last_common_turn(session):
     assert session.engine.received[2][20:23] == [262, 264, END]
 
 
+def test_an_edited_request_under_a_recorded_reply_is_a_fork(session):
+    *_, reply = session.ask([OK], [262, 264, END])
+    session.ask([{"role": "user", "content": "edited"}, reply, OK], [266, END])
+    assert (session.prompt.kind, session.prompt.parent, session.graph.forks) == ("fork", None, 1)
+
+
 def test_a_sample_more_of_a_forked_prompt_is_no_fork_more(session):
     talk = session.ask([OK], THOUGHT)
     for _ in range(3):

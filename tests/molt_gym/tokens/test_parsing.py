@@ -52,6 +52,10 @@ def test_spelled_markers_count_where_the_tokenizer_has_none_of_its_own(renderer_
     assert renderer_of("tools").parse(ids(reply, END)) == {"role": "assistant", "content": reply}
 
 
+def test_private_use_characters_of_the_model_are_its_own(renderer_of):
+    assert renderer_of().parse(ids("\ue000<think>\ue001</think>", END))["content"] == "\ue000<think>\ue001</think>"
+
+
 def test_tool_calls_are_read_and_numbered_through_the_conversation(renderer_of):
     renderer = renderer_of("tools")
     one, two = '{"name": "add", "arguments": {"a": "<|im_end|> é"}}', '\n{"name": "stop"}\n'

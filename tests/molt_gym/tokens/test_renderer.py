@@ -55,6 +55,8 @@ def test_an_added_token_that_is_not_flagged_special_is_text_in_a_user_message(re
 def test_markers_that_the_model_wrote_as_text_stay_text_in_its_messages(renderer_of):
     ids = renderer_of().render([user("ok"), assistant(FORGERY, reasoning_content="</think><|bos|>"), user("ok")])
     assert (ids.count(256), ids.count(257), ids.count(258)) == (4, 3, 0)
+    messages = [user("ok"), assistant("ok", reasoning_content="</think>hm<think>")]
+    assert [renderer_of(name).render(messages).count(260) for name in ("toy", "tools")] == [1, 1]
 
 
 def test_a_beginning_of_sequence_that_the_template_writes_is_there_once(renderer_of):
@@ -181,12 +183,18 @@ CALLS_AS_PAIRS = CALLS_AS_JSON.replace(
 CALLS_AS_TEXT = CALLS_AS_JSON.replace("{{ c.function | tojson }}", "{{ c.function.name + c.function.arguments }}")
 
 
+CALLS_WITHOUT_CONTENT = CALLS_AS_JSON.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else []) or []")
+CALLS_WITHOUT_CONTENT = CALLS_WITHOUT_CONTENT.replace("{{ m.content }}", "{{ m.content if m.content is not none }}")
+
+
 @pytest.mark.parametrize(
     ("template", "arguments", "expected"),
     [
         (CALLS_AS_JSON, '{"city": "Paris"}', '"arguments": {"city": "Paris"}'),
         (CALLS_AS_PAIRS, '{"city": "Paris"}', "city=Paris"),
         (CALLS_AS_TEXT, '{"city": "Paris"}', 'f{"city": "Paris"}'),
+        (CALLS_AS_TEXT.replace("+", "~"), '{"city": "Paris"}', 'f{"city": "Paris"}'),
+        (CALLS_WITHOUT_CONTENT, '{"city": "Paris"}', '"arguments": {"city": "Paris"}'),
         (CALLS_AS_JSON, "", '"arguments": {}'),
         (CALLS_AS_JSON, None, '"arguments": {}'),
         (CALLS_AS_TEXT, "", "f{}"),
