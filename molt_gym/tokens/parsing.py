@@ -126,15 +126,11 @@ _NO_JSON = object()
 
 def _json(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text)
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return _NO_JSON
     return value
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 TOOL_CALL_FORMS: list[Callable[[str, Tools], Call | None]] = [_json_form, _xml_form]

@@ -105,10 +105,10 @@ def test_a_tool_call_without_both_its_markers_stays_content(renderer_of, sampled
 def test_calls_in_tags_are_read_with_the_types_of_the_schema(renderer_of):
     properties = {"text": {"type": "string"}, "n": {"type": "integer"}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}]
-    body = "\n<function=add>\n<parameter=text>\n1\n2\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
-    body += "<parameter=other>\nx y\n</parameter>\n</function>\n"
+    body = "\n<function=add>\n<parameter=text>\n1\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+    body += "<parameter=other>\nx\ny\n</parameter>\n</function>\n"
     message = renderer_of("tools").parse(ids(CALL, body, END_CALL, END), tools=tools)
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "1\n2", "n": 3, "other": "x y"}
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "1", "n": 3, "other": "x\ny"}
 
 
 def test_bytes_that_are_no_text_become_replacement_characters(renderer_of):
