@@ -60,7 +60,9 @@ def train(
             return run(_train(settings, resolved, run_dir, progress, resume=resume))
 
 
-async def _train(config: Config, model: ResolvedModel, run_dir: RunDir, progress: Progress, *, resume: bool) -> TrainResult:
+async def _train(
+    config: Config, model: ResolvedModel, run_dir: RunDir, progress: Progress, *, resume: bool
+) -> TrainResult:
     from .actor.fsdp_actor import ActorSpec
     from .actor.launch import LocalActor
     from .session import pick_dtype
@@ -82,6 +84,7 @@ async def _train(config: Config, model: ResolvedModel, run_dir: RunDir, progress
         await loop.run()
         actor.export(run_dir.model_path)
         AutoTokenizer.from_pretrained(model.path).save_pretrained(run_dir.model_path)
+        progress.finish(_summary(run_dir))
     finally:
         await pool.close()
         runner.close()
@@ -187,6 +190,21 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
             if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}
     return {**below, **above, **both}
+
+
+def _summary(run_dir: RunDir) -> dict[str, Any]:
+    """What a user wants to know at the end."""
+    metrics = run_dir.read_metrics()
+    steps = [line for line in metrics if "time/step" in line]
+    summary: dict[str, Any] = {}
+    for name in sorted({name for line in metrics for name in line if name.startswith("eval/") and "/pass_at_" in name}):
+        scores = [line[name] for line in metrics if name in line]
+        summary[name.removeprefix("eval/")] = f"{scores[0]:.3f} → {scores[-1]:.3f}"
+    if steps:
+        alone = sum(line["time/step"] / line["perf/step_over_parts"] for line in steps)
+        total = sum(line["time/step"] for line in steps)
+        summary["training"] = f"{len(steps)} steps in {total:.0f} s, {total / alone:.2f} × (generation + training alone)"
+    return summary | {"model": run_dir.model_path, "run": run_dir.path}
 
 
 class _Counter:

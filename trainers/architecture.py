@@ -21,8 +21,8 @@ def check_architecture(config: PreTrainedConfig, max_context: int) -> None:
                           "are not supported; choose a model whose layers are all full attention")
     for name, neutral in _LOGIT_CHANGES.items():
         if getattr(config, name, neutral) not in (neutral, None):
-            raise ConfigError(f"model: {config.model_type} changes its logits ({name} = {getattr(config, name)}), which "
-                              "is not supported; choose another model")
+            raise ConfigError(f"model: {config.model_type} changes its logits ({name} = {getattr(config, name)}), "
+                              "which is not supported; choose another model")
     if max_context > config.max_position_embeddings:
         raise ConfigError(f"rollout.max_context: {max_context} is more than the model's "
                           f"{config.max_position_embeddings} positions; write at most that")

@@ -73,7 +73,8 @@ def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[TrainRow
                                        int(numbers[index])))
                 row_number += 1
         result.append(window)
-    return result, {"advantage/mean": advantages.mean().item(), "advantage/zero": (advantages == 0).double().mean().item()}
+    idle = (advantages == 0).double().mean().item()
+    return result, {"advantage/mean": advantages.mean().item(), "advantage/zero": idle}
 
 
 def shaped_rewards(rollouts: Sequence[Trajectory], config: Config) -> torch.Tensor:

@@ -29,7 +29,7 @@ HELD_OUT = {"split": "test"}
 class EvalResult:
     """Scores over `episodes` tasks with `k` attempts each.
 
-    pass_at: pass@1 and pass@k; an attempt passes with a reward of at least 1. reward_mean: over all attempts that ended.
+    pass_at: pass@1 and pass@k; an attempt passes with a reward of at least 1. reward_mean: over the attempts that ended.
     length_mean: sampled tokens of an attempt. truncated: share of them. failures: counts by reason.
     """
 
@@ -90,7 +90,7 @@ def summarize(env: str, groups: Sequence[Sequence[Trajectory]], k: int) -> EvalR
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k)/C(n, k): the chance that k of n attempts, c of which pass, hold one that passes (Chen et al. 2021)."""
+    """1 - C(n-c, k)/C(n, k): the chance that k of n attempts, c of them passing, hold one that passes (Chen 2021)."""
     return 1 - comb(n - c, k) / comb(n, k)
 
 

@@ -36,6 +36,7 @@ class EnvMaker:
     kwargs: dict[str, Any]
 
     def __call__(self) -> gym.Env:
+        """A new env."""
         return make(self.env_id, **self.kwargs)
 
     def num_tasks(self) -> int | None:

@@ -1,1 +1,1 @@
-
+"""The weights that learn: model, packing, optimizer, ranks."""

@@ -104,7 +104,8 @@ class FsdpActor:
             loss, metrics = self._loss(batch)
             (loss if own else loss * 0).backward()
             if own:
-                add(total, metrics | {"policy/loss": torch.stack([loss.detach().double(), loss.new_zeros(()).double()])})
+                share = loss.detach().double()
+                add(total, metrics | {"policy/loss": torch.stack([share, torch.zeros_like(share)])})
         norm = self._step_optimizer()
         return total | self._update_metrics(total, norm)
 

@@ -11,7 +11,7 @@ from ..config import ActorConfig
 def learning_rate(config: ActorConfig, update: int, total: int) -> float:
     """The rate of update `update` (from 0) of `total`: linear warm-up, then constant, linear or cosine decay.
 
-    Decay ends at `lr * min_lr_ratio` with the last update. A function of the count alone, so a resumed run continues it.
+    Decay ends at `lr * min_lr_ratio` with the last update. A function of the count alone, so a resumed run goes on.
     """
     warmup = config.warmup_steps
     if update < warmup:

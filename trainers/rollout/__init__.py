@@ -1,1 +1,1 @@
-
+"""What samples, and what plays: engines, rollouts, the pool of groups in flight."""

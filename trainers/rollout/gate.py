@@ -2,7 +2,7 @@
 
 A batch's composition changes the last bits of every logit in it, and bits change samples. `WaveGate` makes the
 composition a function of the seed: it waits until every live rollout has asked or ended, then submits all requests at
-once, in the order of their keys. `OpenGate` submits at once, which is faster where replies and env steps vary in length.
+once, in the order of their keys. `OpenGate` submits at once, which is faster where replies and steps vary in length.
 """
 
 import asyncio

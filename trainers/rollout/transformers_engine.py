@@ -178,7 +178,7 @@ class TransformersEngine:
         missing = set(parameters)
         for name, tensor in weights:
             if name not in parameters or parameters[name].shape != tensor.shape:
-                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the engine's model")
+                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the model")
             parameters[name].copy_(tensor)
             missing.discard(name)
         if missing:
