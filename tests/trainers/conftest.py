@@ -1,0 +1,58 @@
+"""A tiny model that is whole: random Qwen3 weights in float32, a BPE tokenizer trained on the spot, a ChatML template."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from molt_gym.tokens import Renderer
+
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '')"
+    " + '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TEXTS = [
+    "system\nYou are a helpful assistant.", "user\nWrite a number from 0 to 9.", "user\nWhat is 3 + 4?",
+    "user\nNo, try again. The number is too small, too large, or right.", "assistant\nThe number is 7.",
+]
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random model of 2 layers, hidden size 64, with a tokenizer of about 300 entries."""
+    path = tmp_path_factory.mktemp("tiny-qwen3")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(
+        vocab_size=320, show_progress=False, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=TEMPLATE, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(path)
+    # Weights larger than a real model's, so that every token depends on the whole context before it.
+    config = Qwen3Config(
+        vocab_size=backend.get_vocab_size(), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
+        initializer_range=0.3, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None,
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).float().save_pretrained(path)
+    torch.random.set_rng_state(state)
+    return path
+
+
+@pytest.fixture
+def tiny_model(tiny_path: Path) -> Qwen3ForCausalLM:
+    """The model as transformers itself computes it; a fresh copy for each test."""
+    return AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def renderer(tiny_path: Path) -> Renderer:
+    """The renderer of the tiny model."""
+    return Renderer(AutoTokenizer.from_pretrained(tiny_path))
