@@ -18,6 +18,7 @@ import gymnasium as _gym
 
 from .env import ChatEnv, Turn
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed, UnknownEnv
+from .messages import text_of
 from .policy import Policy, PolicyFunction, as_policy
 from .registry import EnvInfo, list_envs, make, register
 from .spaces import AssistantMessageSpace as AssistantMessage
@@ -46,6 +47,7 @@ __all__ = [
     "make",
     "register",
     "rollout",
+    "text_of",
     "train",
 ]
 
