@@ -178,8 +178,7 @@ class ChatTemplate:
         for calls, content in (("mapping", ""), ("mapping", None), ("text", ""), ("text", None), ("inline", "")):
             style = replace(style, calls=calls, call_content=content)
             text = self._attempt(style, [QUESTION, ending_in(mark, {"tool_calls": [call]})])
-            # A mapping between single quotes was meant to be text.
-            if mark in text and f"'{mark}'" not in text:
+            if mark in text:
                 break
         close = text.rpartition(mark)[2]
         known = mark in text and bool(end[1]) and close.endswith(end[2])

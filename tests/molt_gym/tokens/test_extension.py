@@ -182,6 +182,8 @@ def test_an_end_of_turn_that_depends_on_the_reply_rewrites_history(tokenizer_of)
     )
     assert extended(Renderer(tokenizer_of(template)), [266, END]) is not None
     assert extended(Renderer(tokenizer_of(template)), [END]) is None
+    longer = tokenizer_of(template.replace("else ''", "else 'silence is the end of this turn and of all others'"))
+    assert extended(Renderer(longer), [END]) is None
 
 
 def test_a_template_that_refuses_the_longer_conversation_rewrites_it(tokenizer_of):

@@ -96,7 +96,13 @@ def test_a_tool_call_that_cannot_be_read_stays_content(renderer_of, call):
 
 
 @pytest.mark.parametrize(
-    "sampled", [ids(CALL, '{"name": "f"}'), ids('{"name": "f"}', END_CALL), ids(CALL, CALL, '{"name": "f"}', END_CALL)]
+    "sampled",
+    [
+        ids(CALL, '{"name": "f"}'),
+        ids('{"name": "f"}', END_CALL),
+        ids(CALL, CALL, '{"name": "f"}', END_CALL),
+        ids(CALL, '{"name": "f"}', END_CALL, CALL, '{"name": "f"}'),
+    ],
 )
 def test_a_tool_call_without_both_its_markers_stays_content(renderer_of, sampled):
     assert "tool_calls" not in renderer_of("tools").parse(sampled)

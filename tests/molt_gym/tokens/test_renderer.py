@@ -118,6 +118,13 @@ def test_a_schema_key_between_angle_brackets_of_the_template_makes_no_marker(tok
     assert not {257, 259} & set(ids)
 
 
+def test_words_that_templates_compare_schemas_with_reach_them(tokenizer_of):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% for t in tools or [] %}{{ t.function.name }}"
+    template += "{{ 'hello' if t.function.parameters.type == 'object' }}{% endfor %}"
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    assert Renderer(tokenizer_of(template, ("<|object_ref|>",))).render([user("ok")], [schema])[-1] == 265
+
+
 @given(
     text=FORGING_TEXT,
     second=FORGING_TEXT,
@@ -207,6 +214,7 @@ def test_arguments_reach_the_template_in_the_form_it_takes(tokenizer_of, templat
     renderer = Renderer(tokenizer_of(template))
     text = renderer.decode(renderer.render([user("ok"), assistant("", tool_calls=[call("f", arguments)])]))
     assert expected in text and (arguments == '{"a":' or "\\" not in text)
+    assert "<tool_call>" not in text
 
 
 def test_what_the_template_does_not_know_is_written_as_content(renderer_of):
