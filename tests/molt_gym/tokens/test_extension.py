@@ -158,6 +158,17 @@ def test_content_that_the_template_drops_beside_a_tool_call_rewrites_history(tok
     assert renderer.extend([OK], both, [OK], [], [266, END]) is None
 
 
+def test_reasoning_without_markers_that_the_template_drops_later_rewrites_history(tokenizer_of):
+    shown = (
+        "('(' + message.reasoning_content + ')' if message.reasoning_content and messages[-1].role != 'user' else '')"
+    )
+    template = tokenizer_of("chatml").chat_template.replace("message.content", shown + " + message.content")
+    reply = {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+    tool = {"role": "tool", "tool_call_id": "call00000", "content": "ok"}
+    assert Renderer(tokenizer_of(template)).extend([OK], reply, [tool], [], [266, END]) is not None
+    assert Renderer(tokenizer_of(template)).extend([OK], reply, [OK], [], [266, END]) is None
+
+
 def test_tool_calls_that_the_template_drops_later_rewrite_history(tokenizer_of):
     shown = "(message.tool_calls | tojson if message.tool_calls and messages[-1].role != 'user' else message.content)"
     renderer = Renderer(tokenizer_of(tokenizer_of("chatml").chat_template.replace("message.content", shown)))
