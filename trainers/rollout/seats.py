@@ -58,7 +58,7 @@ class TokenSeat:
         key = (ticket.group, ticket.rollout, self._attempt, graph.turns)
         generation = await self._gate.generate(Request(prompt.ids, sampling, key))
         self._cut = generation.finish_reason == "length"
-        reply = self._renderer.parse(generation.ids)
+        reply = self._renderer.parse(generation.ids, conversation["messages"], conversation["tools"], stop=sampling.stop)
         graph.commit(prompt, generation, reply)
         return reply
 
