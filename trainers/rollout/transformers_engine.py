@@ -35,13 +35,14 @@ PAUSE_TIMEOUT = 120.0
 
 
 class _Sequence:
-    """A request being decoded."""
+    """A request being decoded; `reusable` once no more if the weights changed or the prefix cache was reset meanwhile."""
 
     def __init__(self, request: Request, future: Future, stop_ids: Iterable[int], max_context: int) -> None:
         self.request, self.future = request, future
         self.ids = list(request.ids)
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.reusable = True
         self.stop_ids = frozenset(stop_ids) | frozenset(request.sampling.stop_token_ids)
         self.room = min(request.sampling.max_tokens, max_context - len(request.ids))
         self._random = np.random.default_rng(request.sampling.seed)
@@ -105,9 +106,8 @@ class TransformersEngine:
         self._queue: deque[_Sequence] = deque()
         self._batch: list[_Sequence] = []
         self._state = threading.Condition()
-        self._paused = self._closed = False
-        self._resting = True
-        self._broken: Exception | None = None
+        self._resting, self._paused, self._forget = True, False, False
+        self._ended: Exception | None = None
         threading.Thread(target=self._run, name="molt-gym-engine", daemon=True).start()
 
     def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
@@ -116,16 +116,23 @@ class TransformersEngine:
         with self._state:
             for request in requests:
                 futures.append(future := Future())
-                if self._broken or self._closed:
-                    future.set_exception(self._broken or RuntimeError("the engine is closed"))
-                elif len(request.ids) >= self.max_context:
-                    future.set_exception(PromptTooLong(
-                        f"the prompt has {len(request.ids)} tokens; rollout.max_context = {self.max_context} leaves "
-                        "no room for a reply"))
+                if error := self._ended or self._refusal(request.ids):
+                    future.set_exception(error)
                 else:
                     self._queue.append(_Sequence(request, future, self._renderer.stop_token_ids, self.max_context))
             self._state.notify_all()
         return [asyncio.wrap_future(future) for future in futures]
+
+    def _refusal(self, ids: Sequence[int]) -> Exception | None:
+        size = self._model.get_input_embeddings().num_embeddings
+        unknown = [i for i in ids if not 0 <= i < size]
+        if unknown or not ids:
+            return ValueError(f"request.ids: {unknown or 'there are none'}; write ids of the model, "
+                              f"0 to {size - 1} (do tokenizer and model belong together?)")
+        if len(ids) >= self.max_context:
+            return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {self.max_context} leaves "
+                                 "no room for a reply")
+        return None
 
     async def pause(self) -> None:
         """Stop between two tokens.
@@ -142,28 +149,26 @@ class TransformersEngine:
             self._state.notify_all()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy new weights in, by name, while paused.
+        """Copy new weights in, by name, while paused. After an error they are a mixture: send them again.
 
         Raises:
             RuntimeError: the engine runs.
             ValueError: a name or a shape that the model does not have, or a parameter that was not sent.
         """
-        if not self._paused:
+        if not (self._paused and self._resting):
             raise RuntimeError("update_weights needs a paused engine; call pause() first")
         await asyncio.to_thread(self._load, weights, version)
 
     async def reset_prefix_cache(self) -> None:
         """Forget what earlier sequences left, so that what follows does not depend on them."""
         with self._state:
-            self._prefixes.clear()
+            self._forget = True
 
     async def close(self) -> None:
         """Fail what is in flight and end the thread."""
         with self._state:
-            self._closed = True
-            self._state.notify_all()
+            self._ended = self._ended or RuntimeError("the engine was closed")
         await asyncio.to_thread(self._rest)
-        self._fail(RuntimeError("the engine was closed"))
 
     def _rest(self) -> None:
         with self._state:
@@ -174,64 +179,74 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._forget = True
         parameters = dict(self._model.named_parameters())
         missing = set(parameters)
         for name, tensor in weights:
             if name not in parameters or parameters[name].shape != tensor.shape:
-                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the model")
+                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the engine's model")
             parameters[name].copy_(tensor)
             missing.discard(name)
         if missing:
             raise ValueError(f"weights: {len(missing)} parameters were not sent, such as {min(missing)}")
-        self._prefixes.clear()
         self.version = version
 
     def _run(self) -> None:
-        while True:
-            with self._state:
-                while not self._closed and (self._paused or not (self._queue or self._batch)):
-                    self._resting = True
-                    self._state.notify_all()
-                    self._state.wait()
-                self._resting = self._closed
-                if self._closed:
-                    self._state.notify_all()
-                    return
-                self._drop_cancelled()
-                joining = [self._queue.popleft()
-                           for _ in range(min(len(self._queue), self._max_sequences - len(self._batch)))]
+        while (going := self._next()) is not None:
             started = time.perf_counter()
             try:
                 with torch.inference_mode():
-                    self._advance(joining)
+                    self._advance(going)
             except Exception as error:  # noqa: BLE001  it belongs to all who wait for a reply
-                self._broken = error
-                self._fail(error, joining)
+                self._ended = error
             self.busy_seconds += time.perf_counter() - started
 
-    def _advance(self, joining: list[_Sequence]) -> None:
-        """One token for each sequence of the batch; those that join get their first one."""
-        if self._batch:
-            slots = torch.arange(len(self._batch), device=self._device)
-            last = [[sequence.ids[-1]] for sequence in self._batch]
-            logits = self._forward(slots, last, [len(sequence.ids) - 1 for sequence in self._batch], first=True)
-            self._sample(self._batch, logits)
-        if joining:
-            self._join(joining)
+    def _next(self) -> int | None:
+        """Wait for work and let requests join; how many sequences were there before, or None at the end."""
+        with self._state:
+            while not self._ended and (self._paused or not (self._queue or self._batch)):
+                self._rested()
+                self._state.wait()
+            if self._ended:
+                self._fail(self._ended)
+                return None
+            self._resting = False
+            self._drop_cancelled()
+            if self._forget:
+                self._prefixes.clear()
+                for sequence in self._batch:
+                    sequence.reusable = False
+                self._forget = False
+            going = len(self._batch)
+            while self._queue and len(self._batch) < self._max_sequences:
+                self._batch.append(self._queue.popleft())
+            return going
+
+    def _rested(self) -> None:
+        self._resting = True
+        self._state.notify_all()
+
+    def _advance(self, going: int) -> None:
+        """One token for each sequence of the batch; those behind the first `going` ones get their first."""
+        if going:
+            batch = self._batch[:going]
+            logits = self._forward(torch.arange(going, device=self._device), [sequence.ids[-1:] for sequence in batch],
+                                   [len(sequence.ids) - 1 for sequence in batch], first=True)
+            self._sample(batch, logits)
+        if going < len(self._batch):
+            self._sample(self._batch[going:], self._join(going))
         self._retire()
 
-    def _join(self, joining: list[_Sequence]) -> None:
+    def _join(self, start: int) -> torch.Tensor:
+        """Logits [J, V] after the prompts in the slots from `start` on; equal ones are computed in the first of them."""
         leaders: dict[tuple[int, ...], int] = {}
-        for sequence in joining:
-            leaders.setdefault(tuple(sequence.ids), len(self._batch))
-            self._batch.append(sequence)
+        joining = [leaders.setdefault(tuple(sequence.ids), slot)
+                   for slot, sequence in enumerate(self._batch[start:], start)]
         logits = self._prefill(list(leaders.values()))
-        base = len(self._batch) - len(joining)
-        for slot, sequence in enumerate(joining, start=base):
-            leader = leaders[tuple(sequence.ids)]
+        for slot, leader in enumerate(joining, start):
             if leader != slot:
-                self._cache.move(leader, slot, len(sequence.ids))
-        self._sample(joining, torch.stack([logits[leaders[tuple(sequence.ids)]] for sequence in joining]))
+                self._cache.move(leader, slot, len(self._batch[slot].ids))
+        return torch.stack([logits[leader] for leader in joining])
 
     def _prefill(self, slots: list[int]) -> dict[int, torch.Tensor]:
         """Logits after the prompt of each slot."""
@@ -241,7 +256,7 @@ class TransformersEngine:
             if saved is not None:
                 self._cache.load(slot, saved, known[slot])
         logits: dict[int, torch.Tensor] = {}
-        for chunk in _chunks(slots, {slot: len(self._batch[slot].ids) - known[slot] for slot in slots}):
+        for chunk in _chunks({slot: len(self._batch[slot].ids) - known[slot] for slot in slots}):
             new = [self._batch[slot].ids[known[slot] :] for slot in chunk]
             index = torch.tensor(chunk, device=self._device)
             out = self._forward(index, new, [known[slot] for slot in chunk], first=False)
@@ -258,11 +273,11 @@ class TransformersEngine:
         padding = torch.arange(width, device=self._device) >= lengths[:, None]
         self._cache.aim(slots, positions.masked_fill(padding, self.max_context), window, first=first)
         mask = torch.arange(window, device=self._device) <= positions[:, :, None]
-        hidden = self._model.model(
+        hidden = self._model.base_model(
             input_ids=ids, position_ids=positions, attention_mask=mask[:, None], past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
-        return self._model.lm_head(hidden[torch.arange(len(new), device=self._device), lengths - 1])
+        return self._model.get_output_embeddings()(hidden[torch.arange(len(new), device=self._device), lengths - 1])
 
     def _sample(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
         samplings = [sequence.request.sampling for sequence in sequences]
@@ -277,8 +292,9 @@ class TransformersEngine:
             reason = sequence.finish_reason(self._renderer)
             if reason is None:
                 continue
-            # The last token was never fed to the model, so the cache ends before it.
-            self._prefixes.put(sequence.ids[:-1], self._cache.save(slot, len(sequence.ids) - 1))
+            if sequence.reusable:
+                # The last token was never fed to the model, so the cache ends before it.
+                self._prefixes.put(sequence.ids[:-1], self._cache.save(slot, len(sequence.ids) - 1))
             self._remove(slot)
             if sequence.future.set_running_or_notify_cancel():
                 sequence.future.set_result(sequence.generation(reason))
@@ -295,24 +311,19 @@ class TransformersEngine:
                 self._remove(slot)
         self._queue = deque(sequence for sequence in self._queue if not sequence.future.cancelled())
 
-    def _fail(self, error: Exception, joining: Sequence[_Sequence] = ()) -> None:
-        with self._state:
-            waiting = dict.fromkeys([*self._batch, *self._queue, *joining])
-            self._batch.clear()
-            self._queue.clear()
-        for sequence in waiting:
+    def _fail(self, error: Exception) -> None:
+        for sequence in [*self._batch, *self._queue]:
             if sequence.future.set_running_or_notify_cancel():
                 sequence.future.set_exception(error)
+        self._batch.clear()
+        self._queue.clear()
+        self._rested()
 
 
-def _chunks(slots: list[int], tokens: dict[int, int]) -> Iterable[list[int]]:
+def _chunks(tokens: dict[int, int]) -> Iterable[list[int]]:
     """Slots in runs whose padded size stays within `PREFILL_TOKENS`, longest first so that little is padding."""
-    chunk: list[int] = []
-    for slot in sorted(slots, key=lambda slot: (-tokens[slot], slot)):
-        if chunk and tokens[chunk[0]] * (len(chunk) + 1) > PREFILL_TOKENS:
-            yield chunk
-            chunk = []
-        chunk.append(slot)
-    if chunk:
-        yield chunk
-
+    slots = sorted(tokens, key=lambda slot: (-tokens[slot], slot))
+    while slots:
+        size = max(1, PREFILL_TOKENS // tokens[slots[0]])
+        yield slots[:size]
+        slots = slots[size:]
