@@ -5,6 +5,7 @@ a row whose advantage is 0 has no gradient and is not computed, yet it counts in
 that is not finite changes nothing and is counted; dropout is off, so that trainer and sampler are one distribution.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from molt_gym.errors import ConfigError
 
 from ..algorithms.importance import importance_coefficients
 from ..algorithms.losses import LossOptions, policy_loss
@@ -76,15 +80,18 @@ class FsdpActor:
         for layer in self._policy.model.base_model.layers:
             fully_shard(layer, **options)
         fully_shard(self._policy, **options)
-        # Losses are sums over all ranks, so gradients are too; FSDP would average.
-        self._policy.set_gradient_divide_factor(1.0)
+        self._sharded = [module for module in self._policy.modules() if isinstance(module, FSDPModule)]
+        for module in self._sharded:
+            # Losses are sums over all ranks, so gradients are too; FSDP would average, and gloo cannot scale.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
     def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, float]:
         """One optimizer update a window."""
         total: Metrics = {}
         started = time.perf_counter()
         if len(windows) > 1:
-            self._score([row for window in windows for row in window])
+            self._score([row for window in windows for row in window if row.advantage])
         scored = time.perf_counter()
         for window in windows:
             add(total, self._update(window))
@@ -106,37 +113,25 @@ class FsdpActor:
             if own:
                 share = loss.detach().double()
                 add(total, metrics | {"policy/loss": torch.stack([share, torch.zeros_like(share)])})
-        norm = self._step_optimizer()
-        return total | self._update_metrics(total, norm)
+        add(total, self._step_optimizer())
+        return total
 
-    def _step_optimizer(self) -> float:
+    def _step_optimizer(self) -> Metrics:
+        """Apply the gradient, if it is finite; the metrics that all ranks have in common come from the first."""
         actor = self._config.actor
         norm = nn.utils.clip_grad_norm_(self._named.values(), actor.max_grad_norm)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if norm == norm and norm != float("inf"):
+        rate = learning_rate(actor, self.updates, self._spec.total_updates)
+        if finite := math.isfinite(norm):
             for group in self._optimizer.param_groups:
-                group["lr"] = self._rate()
+                group["lr"] = rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        return norm
-
-    def _rate(self) -> float:
-        return learning_rate(self._config.actor, self.updates, self._spec.total_updates)
-
-    def _update_metrics(self, total: Metrics, norm: float) -> Metrics:
-        """Metrics that all ranks have in common, from the first."""
-        finite = norm == norm and norm != float("inf")
-        rate = learning_rate(self._config.actor, self.updates - 1, self._spec.total_updates)
         values = {"optim/lr": rate, "optim/skipped_nonfinite": float(not finite), "policy/loss": 0.0}
-        if finite:
-            values["optim/grad_norm"] = norm
         share = 1.0 if self._rank == 0 else 0.0
-        metrics = {name: torch.tensor([value * share, share], dtype=torch.float64, device=self._device)
-                   for name, value in values.items()}
-        if "policy/loss" in total:
-            metrics["policy/loss"] = metrics["policy/loss"] + total["policy/loss"]
-        return metrics
+        return {name: torch.tensor([value * share, share], dtype=torch.float64, device=self._device)
+                for name, value in (values | ({"optim/grad_norm": norm} if finite else {})).items()}
 
     def _measure(self, window: Sequence[TrainRow]) -> Metrics:
         """No row teaches anything: no update, yet sampler and trainer are compared on one of them."""
@@ -213,21 +208,48 @@ class FsdpActor:
                 "updates": torch.tensor(self.updates)}
 
     def save(self, folder: Path) -> None:
-        """Write a sharded checkpoint."""
-        dcp.save(self._state(), checkpoint_id=folder)
+        """Write a sharded checkpoint.
+
+        Raises:
+            OSError: the disk is full or refuses, for some rank.
+        """
+        try:
+            dcp.save(self._state(), checkpoint_id=folder)
+        except CheckpointException as error:
+            raise OSError(_cause(error)) from error
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read a checkpoint into parameters and optimizer, in place."""
+        """Read a checkpoint into parameters and optimizer, in place.
+
+        Raises:
+            ConfigError: it is not of this model.
+        """
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except CheckpointException as error:
+            raise ConfigError(f"model: {folder} was saved from another one than {self._spec.path}; "
+                              f"{_cause(error)}") from error
         self.updates = int(state["updates"])
+        # A forward pass that no backward pass followed leaves the old weights gathered.
+        for module in self._sharded:
+            module.reshard()
 
     def export(self, folder: Path) -> None:
         """Write the model as transformers does, in the dtype that it came in."""
         state = {name: tensor.to("cpu", self._export_dtype).clone() for name, tensor in self.weights()}
         if self._rank == 0:
             self._policy.model.save_pretrained(folder, state_dict=state)
+            # save_pretrained takes the dtype from the model, which is in float32 here.
+            config = AutoConfig.from_pretrained(folder)
+            config.dtype = self._export_dtype
+            config.save_pretrained(folder)
 
     def close(self) -> None:
         """Nothing that the process does not own."""
+
+
+def _cause(error: CheckpointException) -> str:
+    """What was raised within a checkpoint call, which wraps it in something that is no Exception."""
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())

@@ -5,11 +5,14 @@ a rank that dies ends the call with an error instead of a hang, and no rank outl
 """
 
 import multiprocessing
-import socket
+import os
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -22,26 +25,32 @@ from .packing import TrainRow
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other."""
+LAST_WORDS = 5.0
+"""Seconds in which the others may say why this rank's part of a call failed."""
 
 
 class LocalActor:
-    """An `Actor` of `actor.world_size` ranks on this machine."""
+    """An `Actor` of `actor.world_size` ranks on this machine.
+
+    Raises:
+        ConfigError: the model is of a kind that cannot be trained.
+        RunFailed: a rank did not start.
+    """
 
     def __init__(self, spec: ActorSpec) -> None:
-        ranks, port = spec.config.actor.world_size, _free_port()
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(1, ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, spec, rank, ranks, port), daemon=True,
-                                      name=f"molt-gym-actor-{rank}")
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        _join_group(0, ranks, port)
-        self._first = FsdpActor(spec)
+        ranks = spec.config.actor.world_size
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        try:
+            store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+            for rank in range(1, ranks):
+                self._ranks.append(_start(spec, rank, ranks, store.port))
+            self._confirm()
+            with self._together():
+                _join_group(store, 0, ranks)
+                self._first = FsdpActor(spec)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def updates(self) -> int:
@@ -55,8 +64,8 @@ class LocalActor:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters."""
         self._send("weights")
-        yield from self._first.weights()
-        self._confirm()
+        with self._together():
+            yield from self._first.weights()
 
     def save(self, folder: Path) -> None:
         """Write a sharded checkpoint."""
@@ -72,46 +81,79 @@ class LocalActor:
 
     def close(self) -> None:
         """End all ranks."""
-        for pipe in self._pipes:
+        for _, pipe in self._ranks:
             pipe.close()
-        for process in self._processes:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for process, _ in self._ranks:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
-        self._pipes, self._processes = [], []
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._ranks = []
 
     def _call(self, name: str, *arguments: object) -> dict[str, float]:
         self._send(name, *arguments)
-        try:
-            result = getattr(self._first, name)(*arguments)
-        except RuntimeError:
-            # The first rank fails with the others' silence; their own words say more.
-            self._confirm(timeout=5)
-            raise
-        self._confirm()
-        return result
+        with self._together():
+            return getattr(self._first, name)(*arguments)
 
     def _send(self, name: str, *arguments: object) -> None:
-        for pipe in self._pipes:
-            pipe.send((name, arguments))
-
-    def _confirm(self, timeout: float = COLLECTIVE_TIMEOUT.total_seconds()) -> None:
-        for rank, pipe in enumerate(self._pipes, start=1):
+        for _, pipe in self._ranks:
             try:
-                answer = pipe.recv() if pipe.poll(timeout) else "no answer"
+                pipe.send((name, arguments))
+            except ConnectionError:
+                self._confirm()
+                raise
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """This rank's part of a call, which is over when the others have done theirs."""
+        try:
+            yield
+        except Exception as error:
+            words = self._words(LAST_WORDS)
+            # A rank that breaks off leaves the first with a broken connection, which tells nothing.
+            if words and not isinstance(error, OSError):
+                raise RunFailed(words[0]) from error
+            raise
+        self._confirm()
+
+    def _confirm(self) -> None:
+        timeout = COLLECTIVE_TIMEOUT.total_seconds()
+        for word in self._words(timeout, f"no answer within {timeout:g} s"):
+            raise RunFailed(word)
+
+    def _words(self, timeout: float, silence: str | None = None) -> list[str]:
+        """What went wrong in the other ranks."""
+        words = []
+        for rank, (process, pipe) in enumerate(self._ranks, start=1):
+            try:
+                answer = pipe.recv() if pipe.poll(timeout) else silence
             except (EOFError, ConnectionError):
-                answer = "the process died"
+                process.join(timeout=LAST_WORDS)
+                answer = f"the process died (exit code {process.exitcode})"
             if answer is not None:
-                raise RunFailed(f"actor rank {rank} of {len(self._pipes) + 1} failed: {answer}")
+                words.append(f"actor rank {rank} of {len(self._ranks) + 1} failed: {answer}")
+        return words
+
+
+def _start(spec: ActorSpec, rank: int, ranks: int, port: int) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_rank, args=(theirs, spec, rank, ranks, port), daemon=True,
+                              name=f"molt-gym-actor-{rank}")
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Two ranks with a thread a core each would fight over the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    _join_group(rank, ranks, port)
+    pipe.send(None)
+    _join_group(dist.TCPStore("127.0.0.1", port, ranks), rank, ranks)
     actor = FsdpActor(spec)
+    pipe.send(None)
     while True:
         try:
             name, arguments = pipe.recv()
@@ -126,13 +168,14 @@ def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -
             pipe.send(traceback.format_exc())
 
 
-def _join_group(rank: int, ranks: int, port: int) -> None:
+def _end_with_parent() -> None:
+    """The pipe says the same, but not to a rank that is busy or waits for the others."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _join_group(store: dist.Store, rank: int, ranks: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
-                            timeout=COLLECTIVE_TIMEOUT)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)

@@ -11,12 +11,12 @@ from ..config import ActorConfig
 def learning_rate(config: ActorConfig, update: int, total: int) -> float:
     """The rate of update `update` (from 0) of `total`: linear warm-up, then constant, linear or cosine decay.
 
-    Decay ends at `lr * min_lr_ratio` with the last update. A function of the count alone, so a resumed run goes on.
+    Decay ends at `lr * min_lr_ratio` after the last update. A function of the count alone, so a resumed run goes on.
     """
     warmup = config.warmup_steps
     if update < warmup:
         return config.lr * (update + 1) / warmup
-    progress = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
     shape = {
         "constant": 1.0,
         "linear": 1 - progress,

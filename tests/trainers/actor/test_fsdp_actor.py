@@ -1,0 +1,231 @@
+"""An update of one rank is that of plain PyTorch, however it is cut; state, weights and exports are whole."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from molt_gym.errors import ConfigError
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.packing import TrainRow
+
+Rows = Callable[..., list[TrainRow]]
+Build = Callable[..., ActorSpec]
+Weights = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[ActorSpec], LocalActor]]:
+    """Starts an actor, after the one before has ended."""
+    running: list[LocalActor] = []
+
+    def start(spec: ActorSpec) -> LocalActor:
+        for actor in running:
+            actor.close()
+        running.append(LocalActor(spec))
+        return running[-1]
+
+    yield start
+    for actor in running:
+        actor.close()
+
+
+Start = Callable[[ActorSpec], LocalActor]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=atol, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [1e9, 0.05])
+def test_updates_equal_plain_adamw_on_separate_rows(
+    start: Start, spec: Build, random_rows: Rows, plain_training: Weights, weights_of: Weights,
+    model_path: Callable[..., Path], tied: bool, max_grad_norm: float,
+) -> None:
+    options = spec(model_path(tied=tied), actor__max_grad_norm=max_grad_norm, rollout__temperature=0.7)
+    batches = [[random_rows(3, 4, seed=seed, idle=[1, 6])] for seed in range(3)]
+    actor = start(options)
+    metrics = [actor.train(windows) for windows in batches]
+    assert_same(weights_of(actor), plain_training(options.path, options.config, batches), 1e-6)
+    assert all((line["optim/grad_norm"] > max_grad_norm) == (max_grad_norm < 1) for line in metrics)
+    assert actor.updates == 3
+
+
+def test_two_updates_a_batch_clip_the_ratio_to_the_policy_before_the_first(
+    start: Start, spec: Build, random_rows: Rows, plain_training: Weights, weights_of: Weights
+) -> None:
+    options = spec(actor__lr=0.05, algorithm__updates_per_batch=2)
+    windows = [random_rows(2, 3, seed=1), random_rows(2, 3, seed=2, start=6)]
+    actor = start(options)
+    metrics = actor.train(windows)
+    assert_same(weights_of(actor), plain_training(options.path, options.config, [windows]), 1e-6)
+    assert metrics["policy/clip_fraction"] > 0.05
+    assert abs(metrics["policy/kl_old"]) > 1e-3
+
+
+def test_the_update_and_its_loss_do_not_depend_on_the_size_of_micro_batches(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights
+) -> None:
+    rows = random_rows(4, 3)
+    outcomes = []
+    for tokens in (1, 25, 4096):
+        actor = start(spec(actor__micro_batch_tokens=tokens))
+        metrics = actor.train([rows])
+        outcomes.append((weights_of(actor), metrics["policy/loss"], metrics["policy/entropy"]))
+    for weights, loss, entropy in outcomes[1:]:
+        assert_same(weights, outcomes[0][0], 1e-6)
+        assert (loss, entropy) == pytest.approx(outcomes[0][1:], abs=1e-6)
+
+
+def test_the_logged_loss_is_that_of_the_window(start: Start, spec: Build, random_rows: Rows) -> None:
+    rows = random_rows(2, 2)
+    metrics = start(spec(actor__micro_batch_tokens=1)).train([rows])
+    # The ratio is 1 before the first update, so the loss is -Σ w·A.
+    assert metrics["policy/loss"] == pytest.approx(-sum(r.weight * r.advantage * len(r.trained) for r in rows), abs=1e-6)
+
+
+def test_a_window_without_any_advantage_changes_nothing_but_is_measured(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights
+) -> None:
+    actor = start(spec())
+    before = weights_of(actor)
+    metrics = actor.train([random_rows(2, 2, idle=range(4))])
+    assert_same(weights_of(actor), before)
+    assert actor.updates == 1
+    assert metrics["mismatch/abs_diff_mean"] > 0
+    assert "optim/lr" not in metrics
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights, plain_training: Weights
+) -> None:
+    options = spec()
+    actor = start(options)
+    before = weights_of(actor)
+    bad = random_rows(2, 3)
+    bad[1].weight = float("inf")
+    metrics = actor.train([bad])
+    assert metrics["optim/skipped_nonfinite"] == 1
+    assert "optim/grad_norm" not in metrics
+    assert_same(weights_of(actor), before)
+    assert actor.updates == 1
+    good = random_rows(2, 3, seed=3)
+    assert actor.train([good])["optim/skipped_nonfinite"] == 0
+    assert_same(weights_of(actor), plain_training(options.path, options.config, [[good]]), 1e-6)
+
+
+def test_sampler_and_trainer_are_compared_on_every_trained_token(
+    start: Start, spec: Build, random_rows: Rows, plain_logprobs: Callable[..., list[Tensor]],
+    model_path: Callable[..., Path],
+) -> None:
+    rows = random_rows(2, 3)
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for row, logp in zip(rows, plain_logprobs(model, rows), strict=True):
+            for position, value in zip(row.trained, logp.tolist(), strict=True):
+                row.logprobs[position] = value + 0.25
+    metrics = start(spec()).train([rows])
+    assert metrics["mismatch/abs_diff_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["mismatch/kl"] == pytest.approx(0.25, abs=1e-5)
+
+
+def test_tokens_far_from_the_sampler_are_masked_by_the_importance_band(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights, plain_training: Weights,
+    plain_logprobs: Callable[..., list[Tensor]], model_path: Callable[..., Path],
+) -> None:
+    rows = random_rows(2, 3)
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for row, logp in zip(rows, plain_logprobs(model, rows), strict=True):
+            for position, value in zip(row.trained, logp.tolist(), strict=True):
+                row.logprobs[position] = value - (3.0 if row.row == 2 else 0.0)
+    options = spec(algorithm__importance__level="geo")
+    actor = start(options)
+    metrics = actor.train([rows])
+    assert metrics["is/filtered"] == pytest.approx(1 / 6)
+    rows[2].advantage = 0.0
+    assert_same(weights_of(actor), plain_training(options.path, options.config, [[rows]]), 1e-6)
+
+
+def test_a_run_that_stops_and_goes_on_has_the_learning_rates_and_the_bits_of_one_that_does_not(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights, tmp_path: Path
+) -> None:
+    options = spec(actor__schedule="cosine", actor__warmup_steps=2, total_updates=6)
+    batches = [[random_rows(2, 3, seed=seed)] for seed in range(5)]
+    straight = start(options)
+    rates = [straight.train(windows)["optim/lr"] for windows in batches]
+    expected = weights_of(straight)
+    first = start(options)
+    resumed = [first.train(windows)["optim/lr"] for windows in batches[:3]]
+    first.save(tmp_path / "state")
+    second = start(options)
+    second.train(batches[4])  # What was there before must not show.
+    second.train([random_rows(1, 2, idle=range(2))])
+    second.load(tmp_path / "state")
+    assert second.updates == 3
+    resumed += [second.train(windows)["optim/lr"] for windows in batches[3:]]
+    assert resumed == rates
+    assert rates[:3] == pytest.approx([0.005, 0.01, 0.01])
+    assert_same(weights_of(second), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_have_the_names_of_the_checkpoint_and_tied_ones_come_once(
+    start: Start, spec: Build, model_path: Callable[..., Path], tied: bool
+) -> None:
+    path = model_path(tied=tied)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    weights = list(start(spec(path)).weights())
+    assert sorted(name for name, _ in weights) == sorted(names)
+    assert ("lm_head.weight" in names) is not tied
+    torch.testing.assert_close(dict(weights)["model.embed_tokens.weight"], embedding, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_is_a_transformers_folder_in_the_dtype_that_came_in(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights, model_path: Callable[..., Path], tmp_path: Path,
+    tied: bool, dtype: torch.dtype,
+) -> None:
+    actor = start(spec(model_path(tied=tied, dtype=dtype)))
+    actor.train([random_rows(2, 3)])
+    actor.export(tmp_path / "model")
+    trained = weights_of(actor)
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert settings["architectures"] == ["Qwen3ForCausalLM"]
+    assert settings["dtype"] == str(dtype).removeprefix("torch.")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert loaded.dtype == dtype
+    assert_same(dict(loaded.named_parameters()), {name: tensor.to(dtype) for name, tensor in trained.items()})
+    head = loaded.get_output_embeddings().weight
+    assert (head is loaded.get_input_embeddings().weight) is tied
+    expected = AutoModelForCausalLM.from_pretrained(model_path(tied=tied, dtype=dtype), dtype=dtype)
+    expected.load_state_dict({name: tensor.to(dtype) for name, tensor in trained.items()}, strict=not tied)
+    ids = torch.arange(12)[None]
+    assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    start: Start, spec: Build, model_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    start(spec(model_path(tied=True))).save(tmp_path / "state")
+    with pytest.raises(ConfigError, match="lm_head"):
+        start(spec(model_path(tied=False))).load(tmp_path / "state")
+
+
+def test_an_actor_that_cannot_start_leaves_room_for_the_next(start: Start, spec: Build, tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError)):
+        LocalActor(spec(tmp_path))
+    assert start(spec()).updates == 0
