@@ -9,18 +9,17 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .actor.actor import Actor
 from .atomic import atomic_path
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "trainer.json"
 
 
 def save_checkpoint(folder: Path, step: int, actor: Actor, state: dict[str, Any], keep: int) -> Path:
-    """Write `folder`/step-<6 digits>, then delete all but the newest `keep`.
+    """Write `folder`/step-<6 digits>, then delete all but the newest `keep` up to this step.
 
     Raises:
         OSError: the disk is full or refuses; what was there before still is.
@@ -29,11 +28,12 @@ def save_checkpoint(folder: Path, step: int, actor: Actor, state: dict[str, Any]
     with atomic_path(path) as temporary:
         temporary.mkdir()
         actor.save(temporary / "actor")
-        (temporary / "trainer.json").write_text(json.dumps({"step": step, **state}), encoding="utf-8")
+        (temporary / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
         manifest = {str(file.relative_to(temporary)): [file.stat().st_size, _checksum(file)]
                     for file in sorted(temporary.rglob("*")) if file.is_file()}
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    # Later ones are not whole, or this run would have gone on from them: they must not take the place of one that is.
+    for old in sorted(other for other in folder.glob("step-*") if other.name <= path.name)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
 
@@ -41,7 +41,7 @@ def save_checkpoint(folder: Path, step: int, actor: Actor, state: dict[str, Any]
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; each broken one that is newer is named in a warning."""
     for path in sorted(folder.glob("step-*"), reverse=True):
-        problem = next(_problems(path), None)
+        problem = _problem(path)
         if problem is None:
             return path
         warnings.warn(f"checkpoint {path} is not whole ({problem}); trying an older one", stacklevel=2)
@@ -50,21 +50,19 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def load_state(path: Path) -> dict[str, Any]:
     """What `save_checkpoint` was given as `state`, and the step."""
-    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    return json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
-def _problems(path: Path) -> Iterator[str]:
+def _problem(path: Path) -> str | None:
+    """Why the checkpoint cannot be used."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield f"{MANIFEST}: {error}"
-        return
-    for name, (size, checksum) in manifest.items():
-        file = path / name
-        if not file.is_file():
-            yield f"{name} is missing"
-        elif file.stat().st_size != size or _checksum(file) != checksum:
-            yield f"{name} is damaged"
+        for name, (size, checksum) in manifest.items():
+            if (path / name).stat().st_size != size or _checksum(path / name) != checksum:
+                return f"{name} is damaged"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return str(error)
+    return None if STATE in manifest else f"{MANIFEST} does not name {STATE}"
 
 
 def _checksum(file: Path) -> int:

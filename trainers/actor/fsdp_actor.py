@@ -6,6 +6,7 @@ that is not finite changes nothing and is counted; dropout is off, so that train
 """
 
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,9 @@ class FsdpActor:
         try:
             dcp.save(self._state(), checkpoint_id=folder)
         except CheckpointException as error:
-            raise OSError(_cause(error)) from error
+            # Torch's writer loses the reason, which is often a full disk.
+            free = shutil.disk_usage(folder.parent).free >> 20
+            raise OSError(f"cannot write {folder}: {_cause(error)}; {free} MB are free there") from error
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models without a tokenizer, random rows, and what plain PyTorch makes of them: each row by itself, then AdamW."""
+"""Tiny models without a tokenizer, random rows, and what plain PyTorch makes of them, each row by itself."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -60,7 +60,8 @@ def random_rows() -> Callable[..., list[TrainRow]]:
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 9))]
             turn = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
             for _ in range(size):
-                reply = [*(turn if rng.random() < 0.5 else ()), *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 9)))]
+                tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+                reply = turn + tail if rng.random() < 0.5 else tail
                 mask = [0] * len(prompt) + [int(rng.random() < 0.8) for _ in reply[:-1]] + [1]
                 number = start + len(rows)
                 rows.append(TrainRow(prompt + reply, mask, [-rng.random() * bit for bit in mask],

@@ -90,7 +90,8 @@ def test_the_logged_loss_is_that_of_the_window(start: Start, spec: Build, random
     rows = random_rows(2, 2)
     metrics = start(spec(actor__micro_batch_tokens=1)).train([rows])
     # The ratio is 1 before the first update, so the loss is -Σ w·A.
-    assert metrics["policy/loss"] == pytest.approx(-sum(r.weight * r.advantage * len(r.trained) for r in rows), abs=1e-6)
+    expected = -sum(row.weight * row.advantage * len(row.trained) for row in rows)
+    assert metrics["policy/loss"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_window_without_any_advantage_changes_nothing_but_is_measured(

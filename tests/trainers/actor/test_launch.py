@@ -44,7 +44,9 @@ def batches(random_rows: Rows) -> dict[str, list[list[TrainRow]]]:
 
 
 @pytest.fixture(scope="module")
-def alone(spec: Build, random_rows: Rows, weights_of: Weights, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(
+    spec: Build, random_rows: Rows, weights_of: Weights, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The start, as a checkpoint, and what one rank makes of each batch."""
     folder = tmp_path_factory.mktemp("alone")
     actor = LocalActor(spec(**TWO_RANKS | {"actor__world_size": 1}))

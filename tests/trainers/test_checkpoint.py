@@ -1,0 +1,259 @@
+"""Wherever a save is cut off, the newest whole checkpoint is found, and it is one state, never a mix of two."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.atomic import recover
+from molt_gym.trainers.checkpoint import load_state, newest_checkpoint, save_checkpoint
+from molt_gym.trainers.config import load_config
+
+KEEP = 2
+
+
+@pytest.fixture
+def actor(tiny_path: Path) -> Iterator[LocalActor]:
+    config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}, "actor.lr": 1e-3})
+    actor = LocalActor(ActorSpec(str(tiny_path), config, torch.float32, 10))
+    yield actor
+    actor.close()
+
+
+def train(actor: LocalActor, seed: int) -> None:
+    ids = torch.randint(300, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+    actor.train([[TrainRow(ids, [0, *[1] * 7], [0.0, *[-5.0] * 7], 1.0, 1 / 7, 0, 0)]])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def folder(actor: LocalActor, tmp_path: Path) -> Path:
+    """A folder with whole checkpoints of steps 2 and 3."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (2, 3):
+        train(actor, step)
+        save_checkpoint(folder, step, actor, {"cursor": step * 10}, KEEP)
+    return folder
+
+
+@contextmanager
+def at_each_write(call: Callable[[], None]) -> Iterator[None]:
+    """Calls at every moment at which files are opened, made, renamed, removed or flushed."""
+    active = True
+    events = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+    def hook(event: str, _: tuple) -> None:
+        nonlocal active
+        if active and event in events:
+            active = False
+            call()
+            active = True
+
+    def fsync(fd: int, original: Callable[[int], None] = os.fsync) -> None:
+        hook("open", ())
+        original(fd)
+        hook("open", ())
+
+    sys.addaudithook(hook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        try:
+            yield
+        finally:
+            # An audit hook stays for the life of the process.
+            active = False
+
+
+def test_a_save_that_is_cut_off_at_any_write_leaves_the_old_or_the_new_one(
+    actor: LocalActor, folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    moments = []
+
+    def photograph() -> None:
+        # What SIGKILL leaves at this moment is what is on disk: buffers of the process are lost.
+        shot = tmp_path / f"moment-{len(moments)}"
+        shutil.copytree(folder, shot)
+        moments.append(shot)
+
+    old = contents(folder / "step-000003")
+    train(actor, 4)
+    with at_each_write(photograph):
+        save_checkpoint(folder, 4, actor, {"cursor": 40}, KEEP)
+    new = contents(folder / "step-000004")
+    assert len(moments) > 20
+    found = []
+    for shot in moments:
+        recover(shot)
+        best = newest_checkpoint(shot)
+        assert best is not None
+        found.append(best.name)
+        assert contents(best) == (new if best.name == "step-000004" else old)
+        whole = ["step-000003", "step-000004"] if best.name == "step-000004" else ["step-000002", "step-000003"]
+        assert set(whole) <= {path.name for path in shot.iterdir()}
+    assert set(found) == {"step-000003", "step-000004"}
+    assert found == sorted(found)
+    assert not recwarn.list
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_saving_a_step_again_keeps_the_first_until_the_second_is_there(
+    actor: LocalActor, folder: Path, tmp_path: Path
+) -> None:
+    moments = []
+
+    def photograph() -> None:
+        shot = tmp_path / f"moment-{len(moments)}"
+        shutil.copytree(folder, shot)
+        moments.append(shot)
+
+    old = contents(folder / "step-000003")
+    train(actor, 4)
+    with at_each_write(photograph):
+        save_checkpoint(folder, 3, actor, {"cursor": 31}, KEEP)
+    new = contents(folder / "step-000003")
+    for shot in moments:
+        recover(shot)
+        assert contents(shot / "step-000003") in (old, new)
+        assert newest_checkpoint(shot) == shot / "step-000003"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "empty"])
+def test_a_damaged_file_of_the_right_name_is_found_out_and_named(folder: Path, damage: str, tmp_path: Path) -> None:
+    for name in contents(folder / "step-000003"):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        file = copy / "step-000003" / name
+        data = file.read_bytes()
+        if damage == "missing":
+            file.unlink()
+        else:
+            flipped = data[:-1] + bytes([data[-1] ^ 1])
+            file.write_bytes({"truncated": data[:-1], "flipped": flipped, "empty": b""}[damage])
+        with pytest.warns(UserWarning, match="step-000003 is not whole"):
+            best = newest_checkpoint(copy)
+        assert best == copy / "step-000002"
+        assert load_state(best) == {"step": 2, "cursor": 20}
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"trainer.json": 3}', "null", '{"actor/.metadata": [1, 2]}'])
+def test_an_odd_manifest_is_no_checkpoint(folder: Path, text: str) -> None:
+    (folder / "step-000003" / "manifest.json").write_text(text)
+    with pytest.warns(UserWarning, match="step-000003 is not whole"):
+        assert newest_checkpoint(folder) == folder / "step-000002"
+
+
+def test_folders_without_anything_whole_have_no_checkpoint(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    (tmp_path / "step-000001").mkdir()
+    with pytest.warns(UserWarning, match="step-000001 is not whole .*manifest.json"):
+        assert newest_checkpoint(tmp_path) is None
+
+
+def test_broken_checkpoints_of_later_steps_do_not_push_out_whole_ones(actor: LocalActor, folder: Path) -> None:
+    for step in (7, 8):
+        (folder / f"step-{step:06d}").mkdir()
+    save_checkpoint(folder, 4, actor, {}, KEEP)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-000003", "step-000004", "step-000007", "step-000008"]
+
+
+def test_the_newest_few_stay(actor: LocalActor, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, actor, {}, 1)
+        assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:06d}"]
+
+
+@pytest.mark.parametrize("limit", [0, 100, 5_000, 100_000])
+def test_a_write_that_the_system_refuses_is_an_os_error_and_leaves_what_was_there(
+    actor: LocalActor, folder: Path, limit: int
+) -> None:
+    before = contents(folder)
+    train(actor, 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError):
+            save_checkpoint(folder, 4, actor, {}, KEEP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert contents(folder) == before
+    assert save_checkpoint(folder, 4, actor, {}, KEEP) == newest_checkpoint(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for about one and a half checkpoints."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", path], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"cannot mount a file system: {made.stderr.decode()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk_is_reported_as_such_and_the_older_checkpoint_can_be_loaded(
+    actor: LocalActor, small_disk: Path
+) -> None:
+    train(actor, 1)
+    first = save_checkpoint(small_disk, 1, actor, {"cursor": 1}, KEEP)
+    with pytest.raises(OSError, match="; 0 MB are free"):
+        save_checkpoint(small_disk, 2, actor, {"cursor": 2}, KEEP)
+    assert [path.name for path in small_disk.iterdir()] == ["step-000001"]
+    assert newest_checkpoint(small_disk) == first
+    actor.load(first / "actor")
+    assert actor.updates == 1
+
+
+SAVER = """
+import sys
+from pathlib import Path
+import torch
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.checkpoint import save_checkpoint
+from molt_gym.trainers.config import load_config
+
+if __name__ == "__main__":
+    config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}})
+    actor = LocalActor(ActorSpec(sys.argv[1], config, torch.float32, 10))
+    step = 0
+    while True:
+        step += 1
+        save_checkpoint(Path(sys.argv[2]), step, actor, {"cursor": step}, 2)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tiny_path: Path, tmp_path: Path) -> None:
+    script, folder = tmp_path / "saver.py", tmp_path / "checkpoints"
+    script.write_text(SAVER)
+    folder.mkdir()
+    process = subprocess.Popen([sys.executable, script, tiny_path, folder], stdout=subprocess.PIPE, text=True)
+    try:
+        while (saved := int(process.stdout.readline())) < 3:
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        rest = process.communicate()[0].split()
+    recover(folder)
+    best = newest_checkpoint(folder)
+    assert best is not None
+    assert load_state(best)["step"] in (last := int(rest[-1]) if rest else saved, last + 1)
