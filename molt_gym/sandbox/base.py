@@ -28,7 +28,8 @@ _PYTHON_FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")
 _ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", "PATH": "/usr/bin", "PYTHONHASHSEED": "0"}
 _START_SECONDS = 10.0
 _QUEUE_SECONDS = 300.0
-_GRACE_SECONDS = 1.0
+_DRAIN_SECONDS = 0.5
+_REAP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Sandbox(ABC):
         for job in jobs:
             self._kill(job.process, job.launch)
         # What they wrote is still in the pipes; only what escaped from the weaker sandbox can keep them open.
-        read_until(streams, time.monotonic() + _GRACE_SECONDS / 2)
+        read_until(streams, time.monotonic() + _DRAIN_SECONDS)
         if any(job.cancelled for job in jobs):
             raise EnvFailure("sandbox", "cancelled")
         if not started:
@@ -231,7 +232,7 @@ class Sandbox(ABC):
         return [self._execution(job, ended and job is jobs[0], ended, seconds) for job in jobs]
 
     def _execution(self, job: _Job, by_itself: bool, ended: bool, seconds: float) -> Execution:
-        returncode = job.process.wait(_GRACE_SECONDS)
+        returncode = _reap(job.process)
         code = self._exit_code(returncode) if by_itself else None
         late = not ended or code == 128 + signal.SIGXCPU
         return Execution(job.stdout.text(), job.stderr.text(), None if late else code, late, seconds)
@@ -241,9 +242,16 @@ class Sandbox(ABC):
             self._running.discard(job)
         if job.process.returncode is None:
             self._kill(job.process, job.launch)
-            job.process.wait(_GRACE_SECONDS)
+            _reap(job.process)
         job.process.stdout.close()
         job.process.stderr.close()
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(_REAP_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise EnvFailure("sandbox", f"process {process.pid} was killed and does not end") from None
 
 
 def _pipe(stack: ExitStack) -> tuple[int, int]:

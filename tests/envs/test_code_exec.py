@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import threading
 import time
 import warnings
@@ -13,7 +14,10 @@ from gymnasium.utils.env_checker import check_env
 import molt_gym
 from molt_gym.envs.code_exec import CodeExecEnv
 from molt_gym.envs.code_exec.fences import program_in
+from molt_gym.envs.code_exec.generator import Generator
 from molt_gym.errors import ConfigError, EnvFailure
+
+RIGHT = Generator().task(0).right
 
 
 def say(content):
@@ -59,7 +63,7 @@ class TestEpisodes:
         assert user["role"] == "user" and user["content"].startswith("Print ") and len(user["content"]) < 40
 
     def test_a_right_program_ends_the_episode_with_reward_one(self, env):
-        _, reward, terminated, truncated, info = env.step(write(f"print({env.unwrapped._task.right})"))
+        _, reward, terminated, truncated, info = env.step(write(f"print({RIGHT})"))
         assert (reward, terminated, truncated, info["outcome"]) == (1.0, True, False, "passed")
 
     def test_a_wrong_program_is_told_its_output(self, env):
@@ -82,7 +86,7 @@ class TestEpisodes:
         assert feedback(env, write(code)) == f"Error: {error}"
 
     def test_right_output_before_an_error_does_not_pass(self, env):
-        assert feedback(env, write(f"print({env.unwrapped._task.right})\n1 / 0")).startswith("Error: ZeroDivision")
+        assert feedback(env, write(f"print({RIGHT})\n1 / 0")).startswith("Error: ZeroDivision")
 
     def test_a_program_that_runs_too_long_has_no_reward(self):
         with CodeExecEnv(seconds=0.5) as env:
@@ -91,7 +95,7 @@ class TestEpisodes:
 
     def test_a_second_try_can_pass(self, env):
         feedback(env, write("print(0)"))
-        assert env.step(write(f"print({env.unwrapped._task.right})"))[1:3] == (1.0, True)
+        assert env.step(write(f"print({RIGHT})"))[1:3] == (1.0, True)
 
     def test_three_turns_are_all(self, env):
         ends = [env.step(write("print(0)"))[2:4] for _ in range(3)]
@@ -140,7 +144,7 @@ class TestReplies:
         assert feedback(env, message) == "No closed ```python code block."
 
     def test_reasoning_is_no_answer(self, env):
-        code = f"```python\nprint({env.unwrapped._task.right})\n```"
+        code = f"```python\nprint({RIGHT})\n```"
         assert feedback(env, {"role": "assistant", "content": "", "reasoning_content": code}).startswith("No closed")
 
     def test_whatever_is_said_the_env_goes_on(self, env):
@@ -236,9 +240,9 @@ class TestGymnasium:
         thread = threading.Thread(target=step)
         begin = time.monotonic()
         thread.start()
-        while not env._sandbox._running and time.monotonic() - begin < 5:
-            time.sleep(0.01)
-        env.close()
+        while failures == [] and thread.is_alive() and time.monotonic() - begin < 5:
+            time.sleep(0.1)
+            env.close()
         thread.join(5)
         assert failures == ["sandbox"] and time.monotonic() - begin < 5
 
@@ -255,8 +259,11 @@ class TestSettings:
             gym.make("CodeExec-v0")
 
     def test_a_sandbox_that_stops_working_is_no_reward(self, env, monkeypatch):
-        monkeypatch.setattr(env.unwrapped._sandbox, "_program", "/nonexistent")
-        with pytest.raises(EnvFailure, match="sandbox"):
+        def fail(*args, **kwargs):
+            raise BlockingIOError("no more processes")
+
+        monkeypatch.setattr(subprocess, "Popen", fail)
+        with pytest.raises(EnvFailure, match="sandbox: cannot start a program: no more processes"):
             env.step(write("print('not run before')"))
 
     @pytest.mark.parametrize(
@@ -281,39 +288,46 @@ class TestSettings:
 
 
 class TestReuse:
-    def count(self, env, code, monkeypatch):
-        runs = []
-        run = type(env._sandbox).run
-        monkeypatch.setattr(type(env._sandbox), "run", lambda *args, **kw: runs.append(1) or run(*args, **kw))
-        for _ in range(3):
+    @pytest.fixture
+    def runs(self, monkeypatch):
+        """Grows by one at each start of a program."""
+        runs, start = [], subprocess.Popen
+        monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: runs.append(1) or start(*args, **kwargs))
+        return runs
+
+    def play(self, env, code, times=3):
+        for _ in range(times):
             env.reset(options={"index": 0})
             env.step(write(code))
-        return len(runs)
 
-    def test_equal_programs_run_once(self, monkeypatch):
-        assert self.count(CodeExecEnv(), f"print({time.monotonic_ns()})", monkeypatch) == 1
+    def test_equal_programs_run_once(self, runs):
+        self.play(CodeExecEnv(), f"print({time.monotonic_ns()})")
+        assert len(runs) == 1
 
-    def test_it_can_be_turned_off(self, monkeypatch):
-        assert self.count(CodeExecEnv(reuse=False), f"print({time.monotonic_ns()})", monkeypatch) == 3
+    def test_it_can_be_turned_off(self, runs):
+        self.play(CodeExecEnv(reuse=False), f"print({time.monotonic_ns()})")
+        assert len(runs) == 3
+
+    def test_other_limits_are_another_run(self, runs):
+        code = f"print({time.monotonic_ns()})"
+        for seconds in (1, 2):
+            self.play(CodeExecEnv(seconds=seconds), code)
+        assert len(runs) == 2
 
     @pytest.mark.parametrize("code", ["import random\nprint(random.random())", "print(id(0))", "print(__file__)"])
-    def test_programs_that_may_vary_run_each_time(self, code, monkeypatch):
-        assert self.count(CodeExecEnv(), code, monkeypatch) == 3
+    def test_programs_that_may_vary_run_each_time(self, code, runs):
+        self.play(CodeExecEnv(), code)
+        assert len(runs) == 3
 
-    def test_a_time_limit_is_not_kept(self, monkeypatch):
-        assert self.count(CodeExecEnv(seconds=0.3), "while True: pass", monkeypatch) == 3
+    def test_a_time_limit_is_not_kept(self, runs):
+        self.play(CodeExecEnv(seconds=0.3), "while True: pass", times=2)
+        assert len(runs) == 2
 
-    def test_equal_programs_at_the_same_time_share_one_run(self, monkeypatch):
-        envs = [CodeExecEnv() for _ in range(6)]
-        for env in envs:
-            env.reset(options={"index": 0})
-        runs, outcomes = [], []
-        run = type(envs[0]._sandbox).run
-        monkeypatch.setattr(type(envs[0]._sandbox), "run", lambda *args, **kw: runs.append(1) or run(*args, **kw))
-        program = write(f"print({time.monotonic_ns()})")
-        threads = [threading.Thread(target=lambda env=env: outcomes.append(env.step(program)[4])) for env in envs]
+    def test_equal_programs_at_the_same_time_share_one_run(self, runs):
+        code = f"print({time.monotonic_ns()})"
+        threads = [threading.Thread(target=self.play, args=(CodeExecEnv(), code, 1)) for _ in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(10)
-        assert len(runs) == 1 and len(outcomes) == 6
+        assert len(runs) == 1

@@ -61,12 +61,13 @@ class TestGenerator:
 
     @pytest.mark.parametrize("split", ["train", "test"])
     def test_right_and_wrong_answers_of_every_print_family_are_graded_so(self, split):
-        env = CodeExecEnv(split=split)
+        env, generator = CodeExecEnv(split=split), Generator(split=split)
         for index in range(len(PRINT_FAMILIES)):
-            for answer, expected in (("right", 1.0), ("wrong", 0.0)):
+            task = generator.task(index)
+            for answer, expected in ((task.right, 1.0), (task.wrong, 0.0)):
                 env.reset(options={"index": index})
-                code = f"```python\nprint({getattr(env._task, answer)})\n```"
-                assert env.step({"role": "assistant", "content": code})[1] == expected, env._task
+                code = f"```python\nprint({answer})\n```"
+                assert env.step({"role": "assistant", "content": code})[1] == expected, task
 
     @pytest.mark.parametrize("family", FUNCTIONS)
     @pytest.mark.parametrize("difficulty", [1, 2, 3])
@@ -77,7 +78,7 @@ class TestGenerator:
             code = FUNCTIONS[family].format(k=number)
             _, reward, *_ = env.step({"role": "assistant", "content": f"```python\n{code}\n```"})
             # A threshold that is off by one may keep the same items.
-            assert reward == expected or (family, expected) == ("keep_above", 0.0), env._task
+            assert reward == expected or (family, expected) == ("keep_above", 0.0), number
             if reward:
                 env.reset(options={"index": difficulty})
 
@@ -92,7 +93,7 @@ class TestDemonstrations:
         kinds, longer = Counter(), 0
         tasks = {}
         for index in range(3000):
-            task = env._source.task(index)
+            task = Generator().task(index)
             tasks[task.prompt] = task
         demonstrations = env.demonstrations(6000, seed=0)
         for conversation in demonstrations:
@@ -114,7 +115,7 @@ class TestDemonstrations:
     def test_they_hold_the_very_messages_of_the_env(self):
         env = CodeExecEnv()
         longer = [conversation for conversation in env.demonstrations(400, seed=3) if len(conversation) == 5]
-        where = {env._source.task(index).prompt: index for index in range(20_000)}
+        where = {Generator().task(index).prompt: index for index in range(20_000)}
         played = 0
         for system, user, first, feedback, _ in longer:
             if user["content"] in where and played < 8:
