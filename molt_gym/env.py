@@ -10,6 +10,7 @@ import difflib
 import math
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
@@ -59,6 +60,8 @@ class ChatEnv(gym.Env[Conversation, Message], ABC):
     """How many tasks there are; None: unbounded, any index from 0 on is one."""
     tools: list[dict[str, Any]] = []
     """Schemas of the tools that the policy may call; an env may set its own in `__init__` or `begin`."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Settings of `molt_gym.train` that suit this env, by the name of the model ("" for any), below the user's own."""
 
     _OPTIONS: ClassVar[tuple[str, ...]] = ("index",)
 

@@ -20,7 +20,7 @@ from .models import ResolvedModel, resolve_model
 from .progress import Progress, make_progress
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path
-from .session import Sampler, env_maker, evaluate_with, policy_runner, seed_everything
+from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
 
 T = TypeVar("T")
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -170,7 +170,7 @@ def configure(
     env_maker(draft).num_tasks()
     resolved = resolve_model(draft.model, env=env, env_kwargs=dict(draft.env_kwargs), seed=draft.seed,
                              say=progress.message)
-    preset = {} if earlier else resolved.preset
+    preset = {} if earlier else merge(resolved.preset, env_preset(env, resolved.name))
     return _load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier), resolved
 
 
@@ -182,14 +182,8 @@ def _load(
     if earlier is not None:
         preset = load_config(file=earlier).model_dump(exclude_none=True)
     if isinstance(config, Mapping):
-        return load_config(env, model=name, preset=_merged(preset or {}, config), overrides=overrides)
+        return load_config(env, model=name, preset=merge(preset or {}, config), overrides=overrides)
     return load_config(env, model=name, file=config, preset=preset, overrides=overrides)
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
-            if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}
-    return {**below, **above, **both}
 
 
 def _summary(run_dir: RunDir) -> dict[str, Any]:

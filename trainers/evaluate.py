@@ -29,7 +29,7 @@ HELD_OUT = {"split": "test"}
 class EvalResult:
     """Scores over `episodes` tasks with `k` attempts each.
 
-    pass_at: pass@1 and pass@k; an attempt passes with a reward of at least 1. reward_mean: over the attempts that ended.
+    pass_at: pass@1 and pass@k; an attempt passes with a reward of at least 1. reward_mean: of all that ended.
     length_mean: sampled tokens of an attempt. truncated: share of them. failures: counts by reason.
     """
 
@@ -61,7 +61,10 @@ async def evaluate(runner: Runner, tasks: TaskStream, episodes: int, k: int, *, 
         size = min(episodes - len(groups), max(1, chunk // k))
         pool = Pool(runner, tasks, Plan(size, k), seed=seed)
         pool.load_state({"cursor": len(groups), "pending": []})
-        batch = await pool.next_batch(0)
+        try:
+            batch = await pool.next_batch(0)
+        finally:
+            await pool.close()
         groups += batch.groups
         if batch.exhausted:
             break
@@ -96,5 +99,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def held_out_kwargs(spec: EnvSpec) -> dict[str, Any]:
     """`split="test"` where the env's constructor takes `split`, else nothing."""
-    creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
-    return dict(HELD_OUT) if "split" in inspect.signature(creator).parameters else {}
+    return dict(HELD_OUT) if "split" in inspect.signature(env_class(spec)).parameters else {}
+
+
+def env_class(spec: EnvSpec) -> Any:
+    """What makes the env: a class, or a function."""
+    return spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)

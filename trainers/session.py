@@ -1,7 +1,7 @@
 """The parts of a run, put together from its configuration."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from molt_gym.registry import find_spec, make
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
 from .config import Config
-from .evaluate import EvalResult, evaluate, held_out_kwargs
+from .evaluate import EvalResult, env_class, evaluate, held_out_kwargs
 from .rollout.engine import RolloutEngine
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
@@ -61,6 +61,19 @@ def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
     if turns is not None:
         kwargs["max_episode_steps"] = turns
     return EnvMaker(config.env, kwargs)
+
+
+def env_preset(env: str, model: str) -> dict[str, Any]:
+    """What the env's class recommends for any model and for this one."""
+    presets = getattr(env_class(find_spec(env)), "presets", {})
+    return merge(presets.get("", {}), presets.get(model, {}))
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both trees of settings; where they meet, `above` wins."""
+    both = {key: merge(below[key], above[key]) for key in below.keys() & above.keys()
+            if isinstance(below[key], Mapping) and isinstance(above[key], Mapping)}
+    return {**below, **above, **both}
 
 
 def limits(config: Config) -> Limits:

@@ -47,6 +47,13 @@ class CodeExecEnv(ChatEnv):
         ConfigError: an argument makes no sense, or the sandbox cannot work here; the message says what to install.
     """
 
+    presets = {
+        "": {"rollout": {"max_tokens": 256}},
+        "tiny": {"rollout": {"max_tokens": 40}},
+        # One turn keeps the five minutes of the first run for what there is to learn: to answer at once.
+        "smollm2-135m": {"steps": 16, "rollout": {"max_tokens": 40, "max_turns": 1}},
+    }
+
     def __init__(
         self,
         *,

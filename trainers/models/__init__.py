@@ -24,13 +24,12 @@ SMOLLM2, TINY = "smollm2-135m", "tiny"
 
 PRESETS: dict[str, dict[str, Any]] = {
     SMOLLM2: {
-        "steps": 30,
-        "rollout": {"groups_per_step": 4, "group_size": 8, "max_tokens": 40},
-        "actor": {"lr": 2e-5},
+        "rollout": {"groups_per_step": 8, "group_size": 8, "max_context": 1024},
+        "actor": {"lr": 2e-5, "micro_batch_tokens": 1024},
     },
     TINY: {
         "steps": 40,
-        "rollout": {"groups_per_step": 16, "group_size": 8, "max_tokens": 40, "max_concurrency": 128},
+        "rollout": {"groups_per_step": 16, "group_size": 8, "max_concurrency": 128},
         "actor": {"lr": 2e-3, "schedule": "linear", "min_lr_ratio": 0.1, "micro_batch_tokens": 8192},
     },
 }
