@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Trajectory
@@ -39,6 +40,8 @@ class Loop:
     step: int = 0
     best: float | None = None
     exhausted: bool = False
+    whole: bool = True
+    """Whether weights, step and metrics file agree, so that they can be saved."""
 
     @property
     def engine(self) -> RolloutEngine:
@@ -46,9 +49,11 @@ class Loop:
         return self.sampler.engine
 
     def restore(self) -> bool:
-        """Go on from the newest whole checkpoint of the run folder, if there is one."""
+        """Go on from the newest whole checkpoint of the run folder; without one, forget what the run had begun."""
         path = newest_checkpoint(self.run_dir.checkpoints_path)
         if path is None:
+            self.run_dir.cut_metrics(-1)
+            self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
             return False
         state = load_state(path)
         self.actor.load(path / "actor")
@@ -64,21 +69,22 @@ class Loop:
             RunFailed: too many rollouts failed, or there was nothing to train on.
             asyncio.CancelledError: interrupted, after the state was saved.
         """
-        await self._send_weights()
         try:
-            if self.config.eval.before and self.step == 0:
-                await self._evaluate("before")
+            await self._send_weights()
+            await self._evaluate_if_due()
             while self.step < self.config.steps and not self.exhausted:
                 await self._next_step()
-            if self.config.eval.after:
-                await self._evaluate("after")
-        except asyncio.CancelledError:
+                await self._evaluate_if_due()
+                every = self.config.checkpoint.every
+                if every and self.step % every == 0 and self.step < self.config.steps:
+                    self.progress.message(f"step {self.step} {self._try_save()}")
+        except BaseException as error:
             await self.pool.close()
-            self.progress.message(f"interrupted; saved as {self._save()}; go on with the same command and "
-                                  f"--resume {self.run_dir.path}")
+            interrupted = isinstance(error, asyncio.CancelledError)
+            if interrupted or self.step:
+                self.progress.message(f"{'interrupted' if interrupted else 'failed'} after step {self.step}, "
+                                      f"{self._try_save()}; go on with --resume {self.run_dir.path}")
             raise
-        if not self.step:
-            raise RunFailed(f"{self.config.env} has no task to train on")
         self._save()
 
     async def _next_step(self) -> None:
@@ -89,6 +95,8 @@ class Loop:
         self._check_failures(batch)
         self.exhausted = batch.exhausted
         if not batch.groups:
+            if not self.step:
+                raise RunFailed(f"{self.config.env} has no task to train on")
             return
         # A cancelled update would leave weights that belong to no step.
         learning = asyncio.ensure_future(self._learn(batch, times, started, busy))
@@ -103,6 +111,7 @@ class Loop:
         groups = usable(batch.groups, self.config, self.engine.version, dropped)
         batch.dropped = dropped
         metrics = {"step": self.step + 1, **rollout_metrics(batch, self.engine.version)}
+        self.whole = False
         if groups:
             rows, more = windows(groups, self.config)
             metrics |= more | await asyncio.to_thread(self.actor.train, rows)
@@ -116,13 +125,9 @@ class Loop:
         metrics |= times
         metrics |= _rates(metrics, batch.played, groups)
         self.run_dir.write_rollouts(self.step, batch.played)
-        if self.config.eval.every and self.step % self.config.eval.every == 0 and self.step < self.config.steps:
-            metrics |= await self._score(f"step {self.step}")
         self.run_dir.append_metrics(metrics)
+        self.whole = True
         self.progress.step(metrics)
-        every = self.config.checkpoint.every
-        if every and self.step % every == 0 and self.step < self.config.steps:
-            self._try_save()
 
     async def _send_weights(self) -> None:
         await self.engine.pause()
@@ -141,8 +146,18 @@ class Loop:
                             f"({counts}), more than rollout.max_failure_rate = {self.config.rollout.max_failure_rate} "
                             f"allows; the first: {first.message}")
 
-    async def _evaluate(self, when: str) -> None:
-        self.run_dir.append_metrics({"step": self.step, "eval/when": when, **await self._score(when)})
+    async def _evaluate_if_due(self) -> None:
+        options = self.config.eval
+        if self.exhausted or self.step >= self.config.steps:
+            due, when = options.after, "after"
+        elif self.step:
+            due, when = options.every and self.step % options.every == 0, f"step {self.step}"
+        else:
+            due, when = options.before, "before"
+        # A run that was resumed at this step may have done so before.
+        known = ((line["step"], "eval/when" in line) for line in self.run_dir.read_metrics())
+        if due and (self.step, True) not in known:
+            self.run_dir.append_metrics({"step": self.step, "eval/when": when, **await self._score(when)})
 
     async def _score(self, when: str) -> dict[str, float]:
         started = time.perf_counter()
@@ -153,17 +168,18 @@ class Loop:
         return {f"eval/{result.env}/{name}": value for name, value in result.metrics().items()} | {
             "time/eval": time.perf_counter() - started}
 
-    def _save(self) -> str:
-        state = {"pool": self.pool.state(), "best": self.best, "seed": self.config.seed}
-        return str(save_checkpoint(self.run_dir.checkpoints_path, self.step, self.actor, state,
-                                   self.config.checkpoint.keep))
+    def _save(self) -> Path:
+        state = {"pool": self.pool.state(), "best": self.best}
+        return save_checkpoint(self.run_dir.checkpoints_path, self.step, self.actor, state, self.config.checkpoint.keep)
 
-    def _try_save(self) -> None:
+    def _try_save(self) -> str:
+        """Where the state was saved, or why not."""
+        if not self.whole:
+            return "not saved, as it was in the middle of a step"
         try:
-            self._save()
+            return f"saved as {self._save()}"
         except OSError as error:
-            self.progress.message(f"checkpoint of step {self.step} was not saved: {error}; training goes on, the older "
-                                  "checkpoints are as they were")
+            return f"not saved ({error}); older checkpoints are as they were"
 
 
 def _rates(
