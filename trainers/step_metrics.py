@@ -1,5 +1,6 @@
 """The rollout half of a step's metrics line."""
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
@@ -26,11 +27,9 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
     """Rewards, lengths, staleness, and what was lost by reason; over rollouts, each counted once."""
     ended = [trajectory for trajectory in batch.played if trajectory.failure is None]
     metrics: dict[str, float] = {"rollout/count": len(batch.played), "rollout/dispatched_groups": batch.dispatched}
-    for trajectory in batch.played:
-        if trajectory.failure is not None:
-            name = f"rollout/failed/{trajectory.failure.reason}"
-            metrics[name] = metrics.get(name, 0) + 1
-    metrics |= {f"rollout/dropped/{reason}": count for reason, count in sorted(batch.dropped.items())}
+    failed = Counter(trajectory.failure.reason for trajectory in batch.played if trajectory.failure is not None)
+    for fate, counts in (("failed", failed), ("retried", batch.retried), ("dropped", batch.dropped)):
+        metrics |= {f"rollout/{fate}/{reason}": count for reason, count in sorted(counts.items())}
     if not ended:
         return metrics
     rewards = [trajectory.reward for trajectory in ended]

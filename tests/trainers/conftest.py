@@ -1,12 +1,16 @@
-"""A tiny model that is whole: random Qwen3 weights in float32, a BPE tokenizer trained on the spot, a ChatML template."""
+"""A tiny model that is whole: random Qwen3 weights in float32, a BPE tokenizer trained here, a ChatML template."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from molt_gym import ChatEnv, Turn
 from molt_gym.tokens import Renderer
 
 TEMPLATE = (
@@ -56,3 +60,32 @@ def tiny_model(tiny_path: Path) -> Qwen3ForCausalLM:
 def renderer(tiny_path: Path) -> Renderer:
     """The renderer of the tiny model."""
     return Renderer(AutoTokenizer.from_pretrained(tiny_path))
+
+
+class ScriptedEnv(ChatEnv):
+    """An env made of two functions of itself: what opens task `index`, and what follows a message."""
+
+    def __init__(self, begin: Callable[..., Any], answer: Callable[..., Any], num_tasks: int | None) -> None:
+        super().__init__()
+        self._begin, self._answer, self.num_tasks = begin, answer, num_tasks
+
+    def begin(self, index: int) -> list[dict]:
+        self.index = index
+        return self._begin(self, index)
+
+    def answer(self, message: dict) -> Turn:
+        return self._answer(self, message)
+
+
+@pytest.fixture
+def scripted() -> Callable[..., Callable[[], gym.Env]]:
+    """`scripted(answer, begin=..., num_tasks=..., max_turns=...)` returns what makes such an env."""
+
+    def begin_plainly(env: ScriptedEnv, index: int) -> list[dict]:
+        return [{"role": "user", "content": f"What is {index}?"}]
+
+    def maker(answer: Callable = lambda env, message: Turn(reward=1.0, terminated=True), *,
+              begin: Callable = begin_plainly, num_tasks: int | None = None, max_turns: int = 8) -> Callable[[], gym.Env]:
+        return lambda: gym.wrappers.TimeLimit(ScriptedEnv(begin, answer, num_tasks), max_turns)
+
+    return maker

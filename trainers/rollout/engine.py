@@ -38,7 +38,10 @@ class RolloutEngine(Protocol):
     """Prompt and reply together may have this many tokens."""
 
     def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
-        """Queue requests, all at once. Cancelling a future takes its request out of the batch."""
+        """Queue requests, all at once. Cancelling a future takes its request out of the batch.
+
+        Raises nothing; a request that is refused fails by its future, with PromptTooLong if it leaves no room to reply.
+        """
         ...
 
     async def pause(self) -> None:
@@ -50,7 +53,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights by parameter name while paused; prefix caches are forgotten."""
+        """Take new weights by name while paused; nothing computed with the old ones serves a later request."""
         ...
 
     async def reset_prefix_cache(self) -> None:

@@ -5,14 +5,18 @@ all, and the next rollout gets a new one.
 """
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import gymnasium as gym
 
+from molt_gym.env import ChatEnv
 from molt_gym.threads import Worker
 
 T = TypeVar("T")
+CLOSE_TIMEOUT = 5.0
+"""Seconds that all envs together may take to close."""
 
 
 class DeadlinePassed(Exception):
@@ -37,7 +41,7 @@ class EnvWorker:
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                return await asyncio.wrap_future(self._worker.submit(lambda: work(self._made())))
+                return await asyncio.wrap_future(self._worker.submit(lambda: self._run(work)))
         except BaseException as error:
             # After an exception the env's state is unknown, after a cancellation its thread may still be at it.
             self.usable = False
@@ -45,16 +49,23 @@ class EnvWorker:
                 raise DeadlinePassed(f"no answer within {timeout:g} s") from error
             raise
 
-    def _made(self) -> gym.Env:
-        if self._env is None:
-            self._env = self._make()
-        return self._env
+    def _run(self, work: Callable[[gym.Env], T]) -> T:
+        try:
+            if self._env is None:
+                self._env = self._make()
+            return work(self._env)
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            # A future cannot carry StopIteration, and an env that calls exit() must not end the run.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def retire(self) -> None:
+    def retire(self) -> "concurrent.futures.Future[None]":
         """Close the env once its thread is free; does not wait."""
         self.usable = False
-        self._worker.submit(lambda: self._env.close() if self._env is not None else None)
+        closed = self._worker.submit(lambda: self._env.close() if self._env is not None else None)
         self._worker.stop()
+        return closed
 
 
 class EnvPool:
@@ -76,15 +87,13 @@ class EnvPool:
             worker.retire()
 
     def close(self) -> None:
-        """Close all free envs."""
-        while self._free:
-            self._free.pop().retire()
+        """Close all free envs, and wait up to `CLOSE_TIMEOUT` seconds for it."""
+        concurrent.futures.wait([worker.retire() for worker in self._free], CLOSE_TIMEOUT)
+        self._free.clear()
 
 
 def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:
     """The keywords for `reset` that play task `index`: chat envs take it as an option, others as the seed."""
-    from molt_gym import ChatEnv
-
     if isinstance(env.unwrapped, ChatEnv):
         return {"seed": seed, "options": {"index": index}}
     return {"seed": index}

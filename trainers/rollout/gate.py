@@ -67,11 +67,13 @@ class WaveGate:
         self._waiting[request.key] = (request, turn)
         self._release()
         try:
-            reply = await turn
+            return await (await turn)
         except asyncio.CancelledError:
             self._waiting.pop(request.key, None)
+            # Cancelled after the wave had left, before this task got to run.
+            if turn.done() and not turn.cancelled():
+                turn.result().cancel()
             raise
-        return await reply
 
     def _release(self) -> None:
         if not self._waiting or len(self._waiting) < self._live:

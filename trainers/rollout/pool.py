@@ -1,8 +1,9 @@
 """Groups of rollouts in flight, and the batches that they make.
 
-Invariants: at most `Plan.most_in_flight` groups are in flight; on-policy (`max_staleness` 0) no more
-are dispatched than the batch still lacks, so that none is in flight when the weights change; a task that was dispatched
-and not yet trained is in `pending`, so that a resumed run plays it again; every group that is not trained is counted.
+Invariants: at most `Plan.most_in_flight` groups are in flight, and another is dispatched for each that comes in;
+on-policy (`max_staleness` 0) no more are dispatched than the batch still lacks, so that none is in flight when the
+weights change; a task that was dispatched and not yet trained is in `pending`, so that a resumed run plays it again;
+every group that is not trained is counted.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ class Batch:
     groups: list[list[Trajectory]] = field(default_factory=list)
     played: list[Trajectory] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
+    retried: Counter = field(default_factory=Counter)
     dispatched: int = 0
     exhausted: bool = False
 
@@ -48,13 +50,13 @@ class TaskStream:
         """The task at `position`.
 
         Raises:
-            IndexError: all epochs are over.
+            IndexError: all epochs are over, or there are no tasks.
         """
         if self._num_tasks is None:
             return int(np.random.default_rng([self._seed, position]).integers(2**31))
-        epoch, offset = divmod(position, self._num_tasks)
-        if self._epochs is not None and epoch >= self._epochs:
+        if not self._num_tasks or (self._epochs is not None and position >= self._epochs * self._num_tasks):
             raise IndexError(position)
+        epoch, offset = divmod(position, self._num_tasks)
         return int(np.random.default_rng([self._seed, epoch]).permutation(self._num_tasks)[offset])
 
 
@@ -109,7 +111,7 @@ class Pool:
         Raises:
             RunFailed: the dynamic filter drops nearly everything.
         """
-        batch, most = Batch(), self._plan.groups_per_step * (1 + MAX_REPLACEMENTS)
+        batch, most = Batch(), self._plan.groups_per_step * MAX_REPLACEMENTS
         strict = self._plan.max_staleness == 0
         while (missing := self._plan.groups_per_step - len(batch.groups)) > 0:
             room = (missing if strict else self._plan.most_in_flight) - self.in_flight
@@ -119,13 +121,14 @@ class Pool:
                 break
             waiting = asyncio.ALL_COMPLETED if strict else asyncio.FIRST_COMPLETED
             done, _ = await asyncio.wait(self._flying, return_when=waiting)
-            for task in sorted(done, key=self._flying.__getitem__)[: None if strict else missing]:
+            for task in sorted(done, key=self._flying.__getitem__)[: None if strict else 1]:
                 del self._flying[task]
                 self._collect(batch, task.result())
             if sum(batch.dropped.values()) > most:
                 raise RunFailed(f"{sum(batch.dropped.values())} groups were dropped for {len(batch.groups)} that train "
                                 f"({dict(batch.dropped)}); the tasks are too easy or too hard for "
                                 f"rollout.dynamic_filter = {self._plan.dynamic_filter}")
+        batch.retried, self._runner.retried = self._runner.retried, Counter()
         return batch
 
     async def close(self) -> None:
@@ -133,6 +136,7 @@ class Pool:
         for task in self._flying:
             task.cancel()
         await asyncio.gather(*self._flying, return_exceptions=True)
+        self._flying.clear()
 
     def _dispatch(self, count: int, step: int) -> int:
         for done in range(count):
@@ -152,15 +156,8 @@ class Pool:
 
     def _collect(self, batch: Batch, group: list[Trajectory]) -> None:
         batch.played += group
-        reason = self._refusal(group)
-        if reason:
-            batch.dropped[reason] += 1
+        scores = [trajectory.reward for trajectory in group if trajectory.reward is not None]
+        if self._plan.dynamic_filter and scores and not trains(scores, *self._plan.dynamic_filter):
+            batch.dropped["filtered"] += 1
         else:
             batch.groups.append(group)
-
-    def _refusal(self, group: list[Trajectory]) -> str | None:
-        scores = [trajectory.reward for trajectory in group if trajectory.reward is not None]
-        if self._plan.dynamic_filter is None or not scores:
-            return None
-        return None if trains(scores, *self._plan.dynamic_filter) else "filtered"
-

@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import gymnasium as gym
 import numpy as np
 
 from molt_gym.errors import EnvFailure, PromptTooLong
-from molt_gym.messages import Message, validate_conversation
+from molt_gym.messages import Conversation, Message, validate_conversation
 from molt_gym.tokens import Failure, Trajectory
 
 from .env_worker import DeadlinePassed, EnvPool, EnvWorker, choose_task
@@ -40,9 +41,9 @@ class Limits:
 
 
 class _Failed(Exception):
-    def __init__(self, reason: str, message: str, *, retry: bool = False) -> None:
+    def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason, self.retry = reason, retry
+        self.reason = reason
 
 
 class Runner:
@@ -69,14 +70,18 @@ class Runner:
         self.env_id, self.limits = env_id, limits
         self._envs = EnvPool(make)
         self._seat, self._live, self._done = seat, live, done
+        self.retried: Counter[str] = Counter()
+        """Failures by reason that a new attempt followed; for the reader to clear."""
 
     async def play(self, ticket: Ticket) -> Trajectory:
         """The rollout, played again up to `retries` times if the env failed."""
         with self._live():
             for attempt in range(self.limits.retries + 1):
                 trajectory, retry = await self._attempt(ticket, attempt)
-                if not retry:
+                if trajectory.failure is None or not retry:
                     break
+                if attempt < self.limits.retries:
+                    self.retried[trajectory.failure.reason] += 1
         self._done(trajectory)
         return trajectory
 
@@ -91,73 +96,73 @@ class Runner:
         seat, worker = self._seat(ticket, attempt), self._envs.take()
         try:
             async with asyncio.timeout(self.limits.episode_timeout):
-                await self._episode(trajectory, seat, worker, ticket.derive(attempt) % 2**31)
-        except _Failed as error:
-            retry = error.retry
-            trajectory.failure = _failure(error.reason, error)
+                await self._episode(trajectory, seat, worker, ticket)
+        except (EnvFailure, _Failed) as error:
+            retry = isinstance(error, EnvFailure)
+            trajectory.failure = _failure(error.reason, str(error), error)
         except TimeoutError as error:
-            trajectory.failure = _failure("episode_timeout", error)
+            message = f"no end within {self.limits.episode_timeout:g} s (rollout.episode_timeout)"
+            trajectory.failure = _failure("episode_timeout", message, error)
         finally:
             self._envs.give_back(worker)
-        if trajectory.failure is not None:
-            trajectory.reward = None
         seat.record(trajectory)
         trajectory.seconds = time.perf_counter() - started
         return trajectory, retry
 
-    async def _episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, seed: int) -> None:
-        observation, _ = await self._env("reset", worker, lambda env: env.reset(
-            **choose_task(env, trajectory.index, seed)), self.limits.reset_timeout)
+    async def _episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
+        observation = await self._env("reset", worker, lambda env: _reset(env, ticket), self.limits.reset_timeout)
         total, over = 0.0, False
         while not over:
-            self._check(observation)
             trajectory.messages, trajectory.tools = observation["messages"], observation["tools"]
             try:
                 reply = await self._reply(seat, observation)
             except ContextFull:
                 trajectory.truncated = trajectory.length_limited = True
                 break
-            observation, reward, terminated, truncated, info = await self._env(
-                "step", worker, lambda env, reply=reply: env.step(reply), self.limits.step_timeout)
-            total += _finite(reward)
-            trajectory.terminated, trajectory.truncated = bool(terminated), bool(truncated)
-            over, trajectory.info = bool(terminated or truncated), _plain(info)
+            observation, reward, trajectory.terminated, trajectory.truncated, trajectory.info = await self._env(
+                "step", worker, lambda env, reply=reply: _step(env, reply), self.limits.step_timeout)
+            total += reward
+            over = trajectory.terminated or trajectory.truncated
         trajectory.messages = observation["messages"]
-        trajectory.reward = total
+        trajectory.reward = _finite(total)
 
-    def _check(self, observation: Any) -> None:
-        try:
-            validate_conversation(observation, "observation")
-        except ValueError as error:
-            raise _Failed("observation", f"{self.env_id}: {error}") from error
-
-    async def _reply(self, seat: Seat, observation: Any) -> Message:
+    async def _reply(self, seat: Seat, observation: Conversation) -> Message:
         limit = asyncio.timeout(self.limits.generate_timeout)
         try:
             async with limit:
                 return await seat.reply(observation)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise _Failed("policy_error", f"the policy raised {type(error).__name__}: {error}") from error
-            raise _Failed("generate_timeout", f"no reply within {self.limits.generate_timeout:g} s "
-                          "(rollout.generate_timeout)") from error
-        except PromptTooLong as error:
-            raise _Failed("prompt_too_long", str(error)) from error
         except ContextFull:
             raise
+        except PromptTooLong as error:
+            raise _Failed("prompt_too_long", str(error)) from error
         except Exception as error:  # noqa: BLE001  a reply that fails, fails this rollout alone
+            if limit.expired():
+                raise _Failed("generate_timeout", f"no reply within {self.limits.generate_timeout:g} s "
+                              "(rollout.generate_timeout)") from error
             raise _Failed("policy_error", f"the policy raised {type(error).__name__}: {error}") from error
 
     async def _env(self, name: str, worker: EnvWorker, work: Callable[[gym.Env], T], timeout: float) -> T:
         try:
             return await worker.call(work, timeout)
-        except EnvFailure as error:
-            raise _Failed(error.reason, str(error), retry=True) from error
+        except EnvFailure:
+            raise
         except DeadlinePassed as error:
             raise _Failed(f"{name}_timeout", f"{self.env_id}: {name} took more than {timeout:g} s "
                           f"(rollout.{name}_timeout)") from error
         except Exception as error:  # noqa: BLE001  whatever a user's env raises fails this rollout alone
             raise _Failed(f"{name}_error", f"{self.env_id}: {name} raised {type(error).__name__}: {error}") from error
+
+
+def _reset(env: gym.Env, ticket: Ticket) -> Conversation:
+    observation, _ = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
+    validate_conversation(observation, "observation")
+    return observation
+
+
+def _step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
+    observation, reward, terminated, truncated, info = env.step(reply)
+    validate_conversation(observation, "observation")
+    return observation, _finite(reward), bool(terminated), bool(truncated), _plain(info)
 
 
 def _finite(reward: Any) -> float:
@@ -167,14 +172,15 @@ def _finite(reward: Any) -> float:
         value = math.inf
     if math.isfinite(value):
         return value
-    raise _Failed("reward", f"the reward is {reward!r:.200} ({type(reward).__name__}); return a finite number")
+    raise EnvFailure("reward", f"the reward is {reward!r:.200} ({type(reward).__name__}); return a finite number")
 
 
 def _plain(info: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of `info`, which is all that metrics and transcripts take."""
-    return {str(key): value for key, value in info.items() if isinstance(value, bool | int | float | str)
-            and not (isinstance(value, float) and not math.isfinite(value))}
+    """The finite numbers and the texts of `info`, which is all that transcripts take."""
+    values = {str(key): value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
+    return {key: value for key, value in values.items()
+            if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))}
 
 
-def _failure(reason: str, error: BaseException) -> Failure:
-    return Failure(reason, str(error) or type(error).__name__, "".join(traceback.format_exception(error)))
+def _failure(reason: str, message: str, error: BaseException) -> Failure:
+    return Failure(reason, message, "".join(traceback.format_exception(error)))

@@ -1,10 +1,12 @@
 """Who answers in a rollout: the policy that is trained, token by token, or any other policy, in messages."""
 
+from dataclasses import replace
 from typing import Protocol
 
 from molt_gym.errors import PromptTooLong
 from molt_gym.messages import Conversation, Message
 from molt_gym.policy import Policy
+from molt_gym.spaces import AssistantMessageSpace
 from molt_gym.tokens import Renderer, Sampling, TokenGraph, Trajectory
 
 from .engine import Request
@@ -48,17 +50,18 @@ class TokenSeat:
     async def reply(self, conversation: Conversation) -> Message:
         """The engine's reply, parsed."""
         graph, ticket = self._graph, self._ticket
-        prompt = graph.prepare(conversation["messages"], conversation["tools"])
+        messages, tools = conversation["messages"], conversation["tools"]
+        prompt = graph.prepare(messages, tools)
         if len(prompt.ids) >= self._max_context:
             if graph.turns:
                 raise ContextFull
             raise PromptTooLong(f"the prompt has {len(prompt.ids)} tokens and rollout.max_context is "
                                 f"{self._max_context}; raise it or shorten the task")
-        sampling = Sampling(**{**vars(self._sampling), "seed": ticket.derive(self._attempt, graph.turns)})
+        sampling = replace(self._sampling, seed=ticket.derive(self._attempt, graph.turns))
         key = (ticket.group, ticket.rollout, self._attempt, graph.turns)
         generation = await self._gate.generate(Request(prompt.ids, sampling, key))
         self._cut = generation.finish_reason == "length"
-        reply = self._renderer.parse(generation.ids, conversation["messages"], conversation["tools"], stop=sampling.stop)
+        reply = self._renderer.parse(generation.ids, messages, tools, stop=sampling.stop)
         graph.commit(prompt, generation, reply)
         return reply
 
@@ -73,11 +76,12 @@ class PolicySeat:
     """Any policy; there are no tokens to record."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._turns = policy, 0
+        self._policy, self._turns, self._space = policy, 0, AssistantMessageSpace()
 
     async def reply(self, conversation: Conversation) -> Message:
         """The policy's reply."""
         message = await self._policy.reply(conversation["messages"], conversation["tools"])
+        self._space.validate(message)
         self._turns += 1
         return message
 

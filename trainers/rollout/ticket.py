@@ -15,6 +15,11 @@ class Ticket:
     seed: int = 0
     step: int = 0
 
+    @property
+    def env_seed(self) -> int:
+        """For `reset`; all rollouts of a group have the same, so that they play the same task."""
+        return int(np.random.SeedSequence([self.seed, self.group]).generate_state(1)[0])
+
     def derive(self, *more: int) -> int:
         """A seed that depends on all of the ticket but `step`, and on `more`."""
         entropy = (self.seed, self.group, self.rollout, *more)

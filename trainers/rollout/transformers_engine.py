@@ -35,7 +35,7 @@ PAUSE_TIMEOUT = 120.0
 
 
 class _Sequence:
-    """A request being decoded; `reusable` once no more if the weights changed or the prefix cache was reset meanwhile."""
+    """A request being decoded; `reusable` until the weights change or the prefix cache is reset."""
 
     def __init__(self, request: Request, future: Future, stop_ids: Iterable[int], max_context: int) -> None:
         self.request, self.future = request, future
@@ -184,7 +184,7 @@ class TransformersEngine:
         missing = set(parameters)
         for name, tensor in weights:
             if name not in parameters or parameters[name].shape != tensor.shape:
-                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the engine's model")
+                raise ValueError(f"weights: {name} of shape {tuple(tensor.shape)} is no parameter of the model")
             parameters[name].copy_(tensor)
             missing.discard(name)
         if missing:
@@ -238,7 +238,7 @@ class TransformersEngine:
         self._retire()
 
     def _join(self, start: int) -> torch.Tensor:
-        """Logits [J, V] after the prompts in the slots from `start` on; equal ones are computed in the first of them."""
+        """Logits [J, V] after the prompts in the slots from `start` on; equal ones are computed once."""
         leaders: dict[tuple[int, ...], int] = {}
         joining = [leaders.setdefault(tuple(sequence.ids), slot)
                    for slot, sequence in enumerate(self._batch[start:], start)]

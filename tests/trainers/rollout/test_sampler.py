@@ -41,7 +41,8 @@ def test_top_k_renormalises_over_the_k_likeliest():
     assert {round(p, 5) for p in logprobs} == {round(3 - math.log(total), 5), round(2 - math.log(total), 5)}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.3, [1]), (0.5, [1]), (0.51, [1, 3]), (0.8, [1, 3, 0]), (1.0, [1, 3, 0, 2])])
+@pytest.mark.parametrize(("top_p", "kept"), [
+    (0.3, [1]), (0.5, [1]), (0.51, [1, 3]), (0.8, [1, 3, 0]), (1.0, [1, 3, 0, 2])])
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p, kept):
     probabilities = [0.15, 0.5, 0.1, 0.25]
     ids, logprobs = draws(np.log(probabilities).tolist(), Sampling(top_p=top_p), 2_000)

@@ -47,14 +47,15 @@ def check(replies, prompts, model, expected, **sampling):
 
 # Log-probabilities
 
-async def test_logprobs_are_those_of_a_plain_forward_pass_for_prompts_of_mixed_lengths(engine, play, tiny_model, expected):
+async def test_logprobs_are_those_of_a_plain_forward_pass(engine, play, tiny_model, expected):
     replies = await play(engine, PROMPTS)
     check(replies, PROMPTS, tiny_model, expected)
     assert all(len(r.ids) == len(r.logprobs) == len(r.versions) for r in replies)
 
 
 @pytest.mark.parametrize("sampling", [
-    {"temperature": 0.6}, {"temperature": 1.8}, {"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}])
+    {"temperature": 0.6}, {"temperature": 1.8}, {"top_k": 5}, {"top_p": 0.7},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9}])
 async def test_logprobs_are_of_the_distribution_that_was_sampled(engine, play, tiny_model, expected, sampling):
     check(await play(engine, PROMPTS, **sampling), PROMPTS, tiny_model, expected, **sampling)
 
@@ -93,7 +94,8 @@ async def test_two_goes_on_from_one_conversation(engine, play, tiny_model, expec
 
 async def test_long_prompts_are_computed_in_several_passes(make_engine, play, tiny_model, expected):
     engine = make_engine(max_context=1024)
-    prompts = [[3 + (i * k) % 300 for i in range(length)] for k, length in ((7, 900), (11, 900), (13, 850), (17, 20), (19, 300))]
+    lengths = {7: 900, 11: 900, 13: 850, 17: 20, 19: 300}
+    prompts = [[3 + (i * factor) % 300 for i in range(length)] for factor, length in lengths.items()]
     check(await play(engine, prompts, max_tokens=4), prompts, tiny_model, expected)
 
 
