@@ -84,8 +84,11 @@ def scripted() -> Callable[..., Callable[[], gym.Env]]:
     def begin_plainly(env: ScriptedEnv, index: int) -> list[dict]:
         return [{"role": "user", "content": f"What is {index}?"}]
 
-    def maker(answer: Callable = lambda env, message: Turn(reward=1.0, terminated=True), *,
-              begin: Callable = begin_plainly, num_tasks: int | None = None, max_turns: int = 8) -> Callable[[], gym.Env]:
+    def end_well(env: ScriptedEnv, message: dict) -> Turn:
+        return Turn(reward=1.0, terminated=True)
+
+    def maker(answer: Callable = end_well, *, begin: Callable = begin_plainly, num_tasks: int | None = None,
+              max_turns: int = 8) -> Callable[[], gym.Env]:
         return lambda: gym.wrappers.TimeLimit(ScriptedEnv(begin, answer, num_tasks), max_turns)
 
     return maker
