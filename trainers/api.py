@@ -2,24 +2,30 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
+from molt_gym.errors import ConfigError
 from molt_gym.policy import Policy, PolicyFunction, as_policy
 from molt_gym.threads import call_in_thread
 from molt_gym.tokens import Trajectory
 
+from .atomic import atomic_path
 from .config import Config, load_config
 from .evaluate import EvalResult
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
 from .progress import Progress, make_progress
 from .rollout.pool import Plan, Pool, TaskStream
-from .run_dir import RunDir, default_path
+from .run_dir import RunDir, default_path, holds_run
 from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
 
 T = TypeVar("T")
@@ -32,7 +38,7 @@ class TrainResult:
 
     run_dir: Path
     metrics: list[dict[str, Any]]
-    checkpoint: Path | None
+    checkpoint: Path
 
 
 def train(
@@ -48,16 +54,27 @@ def train(
     """See `molt_gym.train`."""
     given = {"seed": seed, **overrides} | ({} if steps is None else {"steps": steps})
     given |= {} if out is None else {"out": os.fspath(out)}
+    earlier = Path(out) / "config.toml" if out is not None and holds_run(out) else None
+    if earlier is not None:
+        given["seed"] = _seed_to_go_on(env, seed, earlier)
     with make_progress() as progress:
-        earlier = Path(out) / "config.toml" if out is not None and (Path(out) / "config.toml").is_file() else None
         settings, resolved = configure(env, model, config, given, progress, earlier=earlier)
         path = Path(settings.out) if settings.out else default_path(env, resolved.name)
         resume = earlier is not None and settings.checkpoint.resume == "auto"
         with RunDir(path, resume=resume) as run_dir:
-            if not resume:
-                run_dir.write_config(settings.to_toml())
+            run_dir.write_config(settings.to_toml())
             seed_everything(settings.seed)
             return run(_train(settings, resolved, run_dir, progress, resume=resume))
+
+
+def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
+    """That of the run, to which the default seed gives way."""
+    kept = load_config(file=earlier)
+    for name, value, known in (("env", env, kept.env), ("seed", seed or kept.seed, kept.seed)):
+        if value != known:
+            raise ConfigError(f"{name}: {value!r}, but the run in {earlier.parent} has {known!r}; write that to go on "
+                              "with it, or choose another folder")
+    return kept.seed
 
 
 async def _train(
@@ -67,31 +84,29 @@ async def _train(
     from .actor.launch import LocalActor
     from .session import pick_dtype
 
-    maker = env_maker(config)
+    maker, rollout = env_maker(config), config.rollout
     tasks = TaskStream(maker.num_tasks(), config.seed)
-    played = _Counter(progress, config.rollouts_per_step)
-    sampler = Sampler(model.path, config, played)
-    total = config.steps * config.algorithm.updates_per_batch
-    actor = LocalActor(ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
-    rollout = config.rollout
-    runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
     plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness, rollout.dynamic_filter)
-    pool = Pool(runner, tasks, plan, seed=config.seed)
-    loop = Loop(config, sampler, actor, pool, run_dir, progress)
-    try:
+    total = config.steps * config.algorithm.updates_per_batch
+    async with AsyncExitStack() as stack:
+        stack.callback(_draw, run_dir, progress)
+        sampler = Sampler(model.path, config, _Counter(progress, config.rollouts_per_step))
+        stack.push_async_callback(sampler.engine.close)
+        actor = LocalActor(ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
+        stack.callback(actor.close)
+        runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
+        stack.callback(runner.close)
+        pool = Pool(runner, tasks, plan, seed=config.seed)
+        stack.push_async_callback(pool.close)
+        loop = Loop(config, sampler, actor, pool, run_dir, progress)
         resumed = resume and loop.restore()
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
-        await loop.run()
-        actor.export(run_dir.model_path)
-        AutoTokenizer.from_pretrained(model.path).save_pretrained(run_dir.model_path)
+        checkpoint = await loop.run()
+        with atomic_path(run_dir.model_path) as folder:
+            actor.export(folder)
+            AutoTokenizer.from_pretrained(model.path).save_pretrained(folder)
         progress.finish(_summary(run_dir))
-    finally:
-        await pool.close()
-        runner.close()
-        await sampler.engine.close()
-        actor.close()
-        _draw(run_dir, progress)
-    return TrainResult(run_dir.path, run_dir.read_metrics(), max(run_dir.checkpoints_path.glob("step-*"), default=None))
+    return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint)
 
 
 def evaluate(
@@ -106,13 +121,13 @@ def evaluate(
 ) -> EvalResult:
     """See `molt_gym.evaluate`."""
     given = {"eval.episodes": episodes, "eval.k": k, "seed": seed, **overrides}
-    if k > 1 and not any(str(name).replace("__", ".").startswith("eval.temperature") for name in overrides):
-        given["eval.temperature"] = 1.0
+    # Greedy attempts are all the same.
+    default = {"eval": {"temperature": float(k > 1)}}
     if model is None or isinstance(model, str | os.PathLike):
         with make_progress() as progress:
-            settings, resolved = configure(env, model, config, given, progress)
+            settings, resolved = configure(env, model, config, given, progress, default=default)
         return run(_with_sampler(resolved, settings, lambda sampler: sampler.evaluate()))
-    settings = _load(env, None, config, given)
+    settings = _load(env, None, config, given, preset=default)
     runner = policy_runner(as_policy(model), env_maker(settings, held_out=True), settings)
     try:
         return run(evaluate_with(runner, settings))
@@ -133,7 +148,7 @@ def rollout(
     given = {"seed": seed, **overrides}
 
     async def play(settings: Config, runner: Any) -> list[Trajectory]:
-        tasks = TaskStream(env_maker(settings).num_tasks(), settings.seed, epochs=1)
+        tasks = TaskStream(env_maker(settings).num_tasks(), settings.seed)
         pool = Pool(runner, tasks, Plan(n, 1), seed=settings.seed)
         try:
             return (await pool.next_batch(0)).played
@@ -160,17 +175,17 @@ async def _with_sampler(model: ResolvedModel, config: Config, use: Any) -> Any:
 
 def configure(
     env: str, model: str | os.PathLike[str] | None, config: Settings, overrides: Mapping[str, Any], progress: Progress,
-    *, earlier: Path | None = None,
+    *, earlier: Path | None = None, default: Mapping[str, Any] | None = None,
 ) -> tuple[Config, ResolvedModel]:
     """The run's configuration and its model, whose preset lies below the user's settings.
 
-    `earlier` is the config.toml of the run that is resumed; it lies below them too.
+    `earlier` is the config.toml of the run that is resumed; it lies below them too. `default` lies below everything.
     """
-    draft = _load(env, model, config, overrides, earlier=earlier)
+    draft = _load(env, model, config, overrides, preset=default, earlier=earlier)
     env_maker(draft).num_tasks()
     resolved = resolve_model(draft.model, env=env, env_kwargs=dict(draft.env_kwargs), seed=draft.seed,
                              say=progress.message)
-    preset = {} if earlier else merge(resolved.preset, env_preset(env, resolved.name))
+    preset = merge(default or {}, merge(resolved.preset, env_preset(env, resolved.name)))
     return _load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier), resolved
 
 
@@ -197,7 +212,8 @@ def _summary(run_dir: RunDir) -> dict[str, Any]:
     if steps:
         alone = sum(line["time/step"] / line["perf/step_over_parts"] for line in steps)
         total = sum(line["time/step"] for line in steps)
-        summary["training"] = f"{len(steps)} steps in {total:.0f} s, {total / alone:.2f} × (generation + training alone)"
+        summary["training"] = (f"{len(steps)} steps in {total:.0f} s, {total / alone:.2f} × (generation + training "
+                               "alone)")
     return summary | {"model": run_dir.model_path, "run": run_dir.path}
 
 
@@ -227,9 +243,47 @@ def _draw(run_dir: RunDir, progress: Progress) -> None:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run on an event loop of its own, in a thread of its own where one is running already, as in a notebook."""
+    """Run on an event loop of its own, in a thread of its own where one is running already, as in a notebook.
+
+    Ctrl-C cancels the work and raises KeyboardInterrupt when it has ended; SIGTERM does so with SystemExit(143).
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    return call_in_thread(lambda: asyncio.run(work), "molt-gym-loop").result()
+        return asyncio.run(_terminable(work))
+    task: Future[asyncio.Task[T]] = Future()
+
+    async def main() -> T:
+        task.set_result(asyncio.ensure_future(work))
+        return await task.result()
+
+    result = call_in_thread(lambda: asyncio.run(main()), "molt-gym-loop")
+    try:
+        return result.result()
+    except KeyboardInterrupt:
+        running = task.result()
+        running.get_loop().call_soon_threadsafe(running.cancel)
+        with suppress(asyncio.CancelledError):
+            result.result()
+        raise
+
+
+async def _terminable(work: Coroutine[Any, Any, T]) -> T:
+    loop, task, terminated = asyncio.get_running_loop(), asyncio.ensure_future(work), asyncio.Event()
+
+    def terminate() -> None:
+        terminated.set()
+        task.cancel()
+
+    ours = current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if terminated.is_set():
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
+    finally:
+        if ours:
+            loop.remove_signal_handler(signal.SIGTERM)

@@ -62,8 +62,8 @@ class Loop:
         self.run_dir.cut_metrics(self.step)
         return True
 
-    async def run(self) -> None:
-        """All steps that are left, with evaluations and checkpoints.
+    async def run(self) -> Path:
+        """All steps that are left, with evaluations and checkpoints; returns the last one.
 
         Raises:
             RunFailed: too many rollouts failed, or there was nothing to train on.
@@ -85,7 +85,7 @@ class Loop:
                 self.progress.message(f"{'interrupted' if interrupted else 'failed'} after step {self.step}, "
                                       f"{self._try_save()}; go on with --resume {self.run_dir.path}")
             raise
-        self._save()
+        return self._save()
 
     async def _next_step(self) -> None:
         started = time.perf_counter()
