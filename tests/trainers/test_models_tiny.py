@@ -1,0 +1,162 @@
+import json
+import random
+
+import gymnasium as gym
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import molt_gym
+from molt_gym.errors import ConfigError
+from molt_gym.tokens import Renderer
+from molt_gym.trainers.models import resolve_model
+from molt_gym.trainers.models.tiny_tokenizer import Example, encode_examples, train_tokenizer
+from molt_gym.trainers.models.warm_start import train_on_examples
+
+
+def talk(count, seed=0):
+    """Conversations in which the assistant repeats a number."""
+    rng = random.Random(seed)
+    numbers = [rng.randint(1, 99) for _ in range(count)]
+    return [[{"role": "system", "content": "Repeat the number."}, {"role": "user", "content": f"Say {n}."},
+             {"role": "assistant", "content": f"It is {n}"}] for n in numbers]
+
+
+class RepeatEnv(molt_gym.ChatEnv):
+    """Repeat a number."""
+
+    def __init__(self, *, demonstrated=64, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.demonstrated = demonstrated
+
+    def begin(self, index):
+        return talk(1, index)[0][:2]
+
+    def answer(self, message):
+        return molt_gym.Turn(terminated=True)
+
+    def demonstrations(self, count, seed=0):
+        return talk(min(count, self.demonstrated), seed)
+
+
+class SilentEnv(RepeatEnv):
+    """No demonstrations."""
+
+    demonstrations = None
+
+
+@pytest.fixture(autouse=True)
+def at_hand(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOLT_GYM_CACHE", str(tmp_path / "cache"))
+    gym.register("RepeatTest-v0", entry_point=RepeatEnv)
+    gym.register("SilentTest-v0", entry_point=SilentEnv)
+    yield
+    for env_id in ("RepeatTest-v0", "SilentTest-v0"):
+        del gym.registry[env_id]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(talk(600))
+
+
+@given(st.text())
+def test_any_text_comes_back_from_its_ids(tokenizer, text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert max(ids, default=0) < len(tokenizer) and tokenizer.decode(ids) == text
+
+
+def test_whole_numbers_and_words_are_single_tokens(tokenizer):
+    assert all(len(tokenizer.tokenize(str(n))) == 1 for n in range(1, 100))
+    assert tokenizer.tokenize("Say 42.") == ["Say", "Ġ", "42", "."]
+
+
+def test_examples_hold_what_the_renderer_gives_and_mark_what_the_assistant_said(tokenizer):
+    renderer = Renderer(tokenizer)
+    again = [{"role": "user", "content": "\n 7, again?"}, {"role": "assistant", "content": " \n`7` "}]
+    for conversation in (*talk(5), talk(1)[0] + again):
+        [example] = encode_examples(tokenizer, [conversation])
+        assert example.ids == renderer.render(conversation, add_generation_prompt=False)
+        said = [i for i, own in zip(*example, strict=True) if own]
+        assert renderer.decode(said) == "".join(
+            message["content"] + "<|im_end|>" for message in conversation if message["role"] == "assistant")
+
+
+def test_only_what_the_assistant_said_is_learnt():
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=32, initializer_range=0.2))
+    rng = random.Random(0)
+    noise = [[rng.randrange(8) for _ in range(rng.randint(1, 9))] for _ in range(32 * 40)]
+    examples = [Example([1, *ids, 9, 10, 11], [0] * (1 + len(ids)) + [0, 1, 1]) for ids in noise]
+    losses = train_on_examples(model, examples)
+    assert len(losses) == 40 and losses[0] > 1.5 and losses[-1] < 0.1
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3, 9, 10]])).logits[0]
+    assert logits[3:].argmax(-1).tolist() == [10, 11] and logits[:3].argmax(-1).tolist() != [2, 3, 9]
+
+
+def test_tiny_is_made_once_for_an_env_its_arguments_and_a_seed():
+    said = []
+    first = resolve_model("tiny", env="RepeatTest-v0", say=said.append)
+    assert said[0] == first.note and "tiny" in said[0] and "warm start" in said[1]
+    assert resolve_model("tiny", env="RepeatTest-v0", say=said.append) == first and len(said) == 3
+    others = [resolve_model("tiny", env="RepeatTest-v0", say=said.append, **changed).path
+              for changed in ({"seed": 1}, {"env_kwargs": {"demonstrated": 63}})]
+    assert len({first.path, *others}) == 3
+
+
+def test_making_tiny_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    resolve_model("tiny", env="RepeatTest-v0", say=str)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_transformers_loads_tiny(tmp_path):
+    path = resolve_model("tiny", env="RepeatTest-v0", say=str).path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert 4e5 < sum(p.numel() for p in model.parameters()) < 6e5 and model.dtype == torch.float32
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert Renderer(tokenizer).stop_token_ids == (tokenizer.eos_token_id,)
+    assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_an_env_without_demonstrations_is_told_what_to_add():
+    with pytest.raises(ConfigError, match="SilentTest-v0 has no method demonstrations.*or choose another model"):
+        resolve_model("tiny", env="SilentTest-v0", say=str)
+
+
+@pytest.mark.parametrize(("demonstrated", "complaint"), [(0, "there are none"), (-1, "no assistant message")])
+def test_demonstrations_that_teach_nothing_are_refused(monkeypatch, demonstrated, complaint):
+    if demonstrated:
+        monkeypatch.setattr(RepeatEnv, "demonstrations", lambda self, count, seed: [self.begin(0)])
+    with pytest.raises(ConfigError, match=f"demonstrations of RepeatTest-v0: .*{complaint}"):
+        resolve_model("tiny", env="RepeatTest-v0", env_kwargs={"demonstrated": 0}, say=str)
+
+
+@pytest.mark.slow
+def test_the_warm_start_teaches_the_form_of_an_answer_but_not_the_answers():
+    path = resolve_model("tiny", env="CodeExec-v0", env_kwargs={"sandbox": "subprocess"}, say=str).path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    renderer = Renderer(tokenizer)
+    env = molt_gym.make("CodeExec-v0", split="test", sandbox="subprocess")
+    passed, fenced = 0, 0
+    torch.manual_seed(0)
+    for index in range(64):
+        observation, _ = env.reset(options={"index": index})
+        prompt = torch.tensor([renderer.render(observation["messages"])])
+        ids = model.generate(prompt, max_new_tokens=40, do_sample=True, top_k=0)[0, prompt.shape[1] :].tolist()
+        reply = renderer.parse(ids)
+        fenced += reply["content"].startswith("```python\nprint(")
+        passed += env.step(reply)[1]
+    env.close()
+    assert fenced > 40 and 6 < passed < 34
