@@ -1,0 +1,65 @@
+import math
+
+import pytest
+
+from molt_gym.tokens import Failure, Row, Trajectory
+from molt_gym.trainers.rollout.pool import Batch
+from molt_gym.trainers.step_metrics import passes, rollout_metrics, sampled_tokens
+
+
+def rollout(reward, tokens=2, version=0, reason=None, **fields):
+    row = Row([1, *[5] * tokens], [0, *[1] * tokens], [0.0, *[-1.0] * tokens], [-1, *[version] * tokens])
+    failure = Failure(reason, "", "") if reason else None
+    return Trajectory("Test-v0", 0, reward=reward, rows=[row], failure=failure, **{"turns": 1} | fields)
+
+
+PLAYED = [rollout(1.0, 4, 3), rollout(0.5, 2, 2, truncated=True, turns=3, forks=1),
+          rollout(0.0, 3, 3, length_limited=True), rollout(None, 9, 0, reason="judge"), rollout(None, reason="judge"),
+          rollout(None, reason="step_timeout")]
+
+
+def test_rollouts_are_averaged_over_those_that_ended():
+    metrics = rollout_metrics(Batch(played=PLAYED, dispatched=3), version=3)
+    assert metrics == pytest.approx({
+        "rollout/count": 6, "rollout/dispatched_groups": 3, "rollout/failed/judge": 2, "rollout/failed/step_timeout": 1,
+        "reward/mean": 0.5, "reward/std": math.sqrt(1 / 6), "reward/Test-v0": 0.5, "pass/at_1": 1 / 3,
+        "rollout/length_mean": 3, "rollout/turns_mean": 5 / 3, "rollout/truncated": 2 / 3, "rollout/fork_rate": 1 / 5,
+        "staleness/mean": 2 / 9, "staleness/max": 1})
+
+
+def test_what_was_lost_is_counted_by_reason():
+    batch = Batch(played=PLAYED[:1])
+    batch.dropped.update(filtered=2, stale=1)
+    batch.retried.update(sandbox=4)
+    metrics = rollout_metrics(batch, version=3)
+    assert {name: value for name, value in metrics.items() if "dropped" in name or "retried" in name} == {
+        "rollout/dropped/filtered": 2, "rollout/dropped/stale": 1, "rollout/retried/sandbox": 4}
+
+
+def test_a_step_whose_rollouts_all_failed_has_no_means():
+    metrics = rollout_metrics(Batch(played=PLAYED[3:]), version=0)
+    assert metrics == {"rollout/count": 3, "rollout/dispatched_groups": 0, "rollout/failed/judge": 2,
+                       "rollout/failed/step_timeout": 1}
+
+
+def test_rollouts_without_tokens_have_no_age():
+    empty = Trajectory("Test-v0", 0, reward=1.0, turns=1)
+    metrics = rollout_metrics(Batch(played=[empty]), version=5)
+    assert (metrics["staleness/max"], metrics["rollout/length_mean"]) == (0, 0)
+
+
+def test_a_rollout_with_branches_counts_once():
+    branched = rollout(1.0, 4)
+    branched.rows *= 3
+    metrics = rollout_metrics(Batch(played=[branched, rollout(0.0, 4)]), version=0)
+    assert metrics["pass/at_1"] == metrics["reward/mean"] == 0.5
+    assert metrics["rollout/length_mean"] == 8
+
+
+@pytest.mark.parametrize(("reward", "passed"), [(1.0, True), (1.5, True), (0.99, False), (0.0, False), (None, False)])
+def test_a_reward_of_one_passes(reward, passed):
+    assert passes(Trajectory("Test-v0", 0, reward=reward)) is passed
+
+
+def test_sampled_tokens_are_counted_over_all_rows():
+    assert sampled_tokens(PLAYED[:3]) == 9
