@@ -110,7 +110,7 @@ class Loop:
         dropped = Counter(batch.dropped)
         groups = usable(batch.groups, self.config, self.engine.version, dropped)
         batch.dropped = dropped
-        metrics = {"step": self.step + 1, **rollout_metrics(batch, self.engine.version)}
+        metrics = {"step": self.step + 1, **rollout_metrics(batch, groups, self.engine.version)}
         self.whole = False
         if groups:
             rows, more = windows(groups, self.config)

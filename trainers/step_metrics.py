@@ -23,8 +23,8 @@ def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
     return sum(sum(row.mask) for trajectory in trajectories for row in trajectory.rows)
 
 
-def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """Rewards, lengths, staleness, and what was lost by reason; over rollouts, each counted once."""
+def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], version: int) -> dict[str, float]:
+    """Rewards, lengths, and what was lost by reason, over rollouts, each counted once; staleness of what is trained."""
     ended = [trajectory for trajectory in batch.played if trajectory.failure is None]
     metrics: dict[str, float] = {"rollout/count": len(batch.played), "rollout/dispatched_groups": batch.dispatched}
     failed = Counter(trajectory.failure.reason for trajectory in batch.played if trajectory.failure is not None)
@@ -33,7 +33,7 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
     if not ended:
         return metrics
     rewards = [trajectory.reward for trajectory in ended]
-    ages = [version - sampled for trajectory in ended for sampled in sampled_versions(trajectory)] or [0]
+    ages = [version - sampled for group in trained for t in group for sampled in sampled_versions(t)] or [0]
     return metrics | {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),

@@ -19,7 +19,7 @@ PLAYED = [rollout(1.0, 4, 3), rollout(0.5, 2, 2, truncated=True, turns=3, forks=
 
 
 def test_rollouts_are_averaged_over_those_that_ended():
-    metrics = rollout_metrics(Batch(played=PLAYED, dispatched=3), version=3)
+    metrics = rollout_metrics(Batch(played=PLAYED, dispatched=3), [PLAYED[:2], PLAYED[2:3]], version=3)
     assert metrics == pytest.approx({
         "rollout/count": 6, "rollout/dispatched_groups": 3, "rollout/failed/judge": 2, "rollout/failed/step_timeout": 1,
         "reward/mean": 0.5, "reward/std": math.sqrt(1 / 6), "reward/Test-v0": 0.5, "pass/at_1": 1 / 3,
@@ -27,31 +27,36 @@ def test_rollouts_are_averaged_over_those_that_ended():
         "staleness/mean": 2 / 9, "staleness/max": 1})
 
 
+def test_what_is_too_old_to_train_does_not_count_in_the_staleness():
+    metrics = rollout_metrics(Batch(played=PLAYED), [PLAYED[:1]], version=4)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1, 1)
+
+
 def test_what_was_lost_is_counted_by_reason():
     batch = Batch(played=PLAYED[:1])
     batch.dropped.update(filtered=2, stale=1)
     batch.retried.update(sandbox=4)
-    metrics = rollout_metrics(batch, version=3)
+    metrics = rollout_metrics(batch, [], version=3)
     assert {name: value for name, value in metrics.items() if "dropped" in name or "retried" in name} == {
         "rollout/dropped/filtered": 2, "rollout/dropped/stale": 1, "rollout/retried/sandbox": 4}
 
 
 def test_a_step_whose_rollouts_all_failed_has_no_means():
-    metrics = rollout_metrics(Batch(played=PLAYED[3:]), version=0)
+    metrics = rollout_metrics(Batch(played=PLAYED[3:]), [], version=0)
     assert metrics == {"rollout/count": 3, "rollout/dispatched_groups": 0, "rollout/failed/judge": 2,
                        "rollout/failed/step_timeout": 1}
 
 
 def test_rollouts_without_tokens_have_no_age():
     empty = Trajectory("Test-v0", 0, reward=1.0, turns=1)
-    metrics = rollout_metrics(Batch(played=[empty]), version=5)
+    metrics = rollout_metrics(Batch(played=[empty]), [[empty]], version=5)
     assert (metrics["staleness/max"], metrics["rollout/length_mean"]) == (0, 0)
 
 
 def test_a_rollout_with_branches_counts_once():
     branched = rollout(1.0, 4)
     branched.rows *= 3
-    metrics = rollout_metrics(Batch(played=[branched, rollout(0.0, 4)]), version=0)
+    metrics = rollout_metrics(Batch(played=[branched, rollout(0.0, 4)]), [], version=0)
     assert metrics["pass/at_1"] == metrics["reward/mean"] == 0.5
     assert metrics["rollout/length_mean"] == 8
 

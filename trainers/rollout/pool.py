@@ -73,8 +73,11 @@ class Plan:
 
     @property
     def most_in_flight(self) -> int:
-        """`capacity`, or its default."""
-        return self.capacity or self.groups_per_step * (self.max_staleness + 1)
+        """`capacity`, or its default.
+
+        When a batch is full, one fewer are in flight: as many as the next `max_staleness` batches take.
+        """
+        return self.capacity or max(self.groups_per_step, self.groups_per_step * self.max_staleness + 1)
 
 
 class Pool:
