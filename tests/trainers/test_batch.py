@@ -52,8 +52,8 @@ def test_a_failed_rollout_is_left_out_though_it_has_a_reward_and_tokens():
 
 def test_incomplete_groups_can_be_dropped_and_are_counted_by_rollout():
     whole = [rollout(1.0), rollout(0.0)]
-    kept, dropped = usable_of([[rollout(1.0), failed()], whole], incomplete_group="drop")
-    assert kept == [whole] and dropped == {"incomplete_group": 1}
+    kept, dropped = usable_of([[rollout(1.0), rollout(0.0), failed()], whole], incomplete_group="drop")
+    assert kept == [whole] and dropped == {"incomplete_group": 2}
 
 
 def test_a_rollout_with_a_token_that_is_too_old_is_dropped_and_counted():

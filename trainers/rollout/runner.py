@@ -23,7 +23,7 @@ from molt_gym.messages import Conversation, Message, validate_conversation
 from molt_gym.tokens import Failure, Trajectory
 
 from .env_worker import DeadlinePassed, EnvPool, EnvWorker, choose_task
-from .seats import ContextFull, Seat
+from .seats import Seat
 from .ticket import Ticket
 
 T = TypeVar("T")
@@ -114,9 +114,8 @@ class Runner:
         total, over = 0.0, False
         while not over:
             trajectory.messages, trajectory.tools = observation["messages"], observation["tools"]
-            try:
-                reply = await self._reply(seat, observation)
-            except ContextFull:
+            reply = await self._reply(seat, observation)
+            if reply is None:
                 trajectory.truncated = trajectory.length_limited = True
                 break
             observation, reward, trajectory.terminated, trajectory.truncated, trajectory.info = await self._env(
@@ -126,13 +125,11 @@ class Runner:
         trajectory.messages = observation["messages"]
         trajectory.reward = _finite(total)
 
-    async def _reply(self, seat: Seat, observation: Conversation) -> Message:
+    async def _reply(self, seat: Seat, observation: Conversation) -> Message | None:
         limit = asyncio.timeout(self.limits.generate_timeout)
         try:
             async with limit:
                 return await seat.reply(observation)
-        except ContextFull:
-            raise
         except PromptTooLong as error:
             raise _Failed("prompt_too_long", str(error)) from error
         except Exception as error:  # noqa: BLE001  a reply that fails, fails this rollout alone

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Protocol
 
-from molt_gym.errors import PromptTooLong
 from molt_gym.messages import Conversation, Message
 from molt_gym.policy import Policy
 from molt_gym.spaces import AssistantMessageSpace
@@ -14,19 +13,14 @@ from .gate import Gate
 from .ticket import Ticket
 
 
-class ContextFull(Exception):
-    """A later turn's prompt leaves no room for a reply."""
-
-
 class Seat(Protocol):
     """Answers one rollout's observations."""
 
-    async def reply(self, conversation: Conversation) -> Message:
-        """The assistant message.
+    async def reply(self, conversation: Conversation) -> Message | None:
+        """The assistant message; None where the conversation has grown so long that there is no room for one.
 
         Raises:
-            PromptTooLong: the first prompt leaves no room for a reply.
-            ContextFull: a later one does.
+            PromptTooLong: there was no room from the start.
         """
         ...
 
@@ -47,16 +41,13 @@ class TokenSeat:
         self._graph = TokenGraph(renderer, history=history)
         self._cut = False
 
-    async def reply(self, conversation: Conversation) -> Message:
+    async def reply(self, conversation: Conversation) -> Message | None:
         """The engine's reply, parsed."""
         graph, ticket = self._graph, self._ticket
         messages, tools = conversation["messages"], conversation["tools"]
         prompt = graph.prepare(messages, tools)
-        if len(prompt.ids) >= self._max_context:
-            if graph.turns:
-                raise ContextFull
-            raise PromptTooLong(f"the prompt has {len(prompt.ids)} tokens and rollout.max_context is "
-                                f"{self._max_context}; raise it or shorten the task")
+        if graph.turns and len(prompt.ids) >= self._max_context:
+            return None
         sampling = replace(self._sampling, seed=ticket.derive(self._attempt, graph.turns))
         key = (ticket.group, ticket.rollout, self._attempt, graph.turns)
         generation = await self._gate.generate(Request(prompt.ids, sampling, key))

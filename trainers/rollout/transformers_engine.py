@@ -131,7 +131,7 @@ class TransformersEngine:
                               f"0 to {size - 1} (do tokenizer and model belong together?)")
         if len(ids) >= self.max_context:
             return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {self.max_context} leaves "
-                                 "no room for a reply")
+                                 "no room for a reply; raise it or shorten the task")
         return None
 
     async def pause(self) -> None:
