@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from molt_gym.errors import ConfigError, PromptTooLong
 from molt_gym.tokens import Sampling
@@ -97,6 +98,25 @@ async def test_long_prompts_are_computed_in_several_passes(make_engine, play, ti
     lengths = {7: 900, 11: 900, 13: 850, 17: 20, 19: 300}
     prompts = [[3 + (i * factor) % 300 for i in range(length)] for factor, length in lengths.items()]
     check(await play(engine, prompts, max_tokens=4), prompts, tiny_model, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+async def test_models_of_other_kinds_are_computed_rightly(tmp_path, renderer, play, expected, kind):
+    config = AutoConfig.for_model(
+        kind, vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=256, initializer_range=0.3, head_dim=16, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(tmp_path, renderer, dtype=torch.float32, max_context=64, max_sequences=4)
+    check(await play(engine, PROMPTS), PROMPTS, model, expected)
+    await engine.close()
+
+
+async def test_an_engine_in_bfloat16_computes_what_the_model_does_in_bfloat16(make_engine, play, tiny_model, expected):
+    engine = make_engine(dtype=torch.bfloat16)
+    replies = await play(engine, PROMPTS)
+    for reply, prompt in zip(replies, PROMPTS, strict=True):
+        assert reply.logprobs == pytest.approx(expected(tiny_model.bfloat16(), prompt, reply.ids), abs=0.25)
 
 
 async def test_samples_follow_the_softmax(make_engine, tiny_model):
