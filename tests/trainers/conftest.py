@@ -1,6 +1,6 @@
 """A tiny model that is whole: random Qwen3 weights in float32, a BPE tokenizer trained here, a ChatML template."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +92,31 @@ def scripted() -> Callable[..., Callable[[], gym.Env]]:
         return lambda: gym.wrappers.TimeLimit(ScriptedEnv(begin, answer, num_tasks), max_turns)
 
     return maker
+
+
+@pytest.fixture(scope="session")
+def toys() -> Iterator[Path]:
+    """The folder of `toy_envs`, which processes started from the test can import as well."""
+    folder = Path(__file__).parent / "toys"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def train(toys: Path, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`molt_gym.train` in a toy env with a tiny model, small everywhere; `defaults=False` takes the project's sizes."""
+    import molt_gym
+
+    small = {
+        "rollout__groups_per_step": 2, "rollout__group_size": 4, "rollout__max_tokens": 8, "rollout__max_context": 256,
+        "eval__episodes": 2, "checkpoint__every": 2, "actor__lr": 3e-3, "actor__dtype": "float32",
+    }
+
+    def run(out: Path | None = None, *, env: str = "toy_envs:Letters-v0", model: Path = tiny_path, steps: int = 2,
+            seed: int = 1, defaults: bool = True, **overrides: Any) -> Any:
+        out = out or tmp_path_factory.mktemp("run")
+        return molt_gym.train(env, model, out=out, steps=steps, seed=seed, **(small if defaults else {}) | overrides)
+
+    return run

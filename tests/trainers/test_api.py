@@ -1,0 +1,145 @@
+"""`train`, `evaluate` and `rollout` as users call them, rightly and wrongly."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import molt_gym
+from molt_gym import ConfigError, NotAChatEnv, UnknownEnv
+from molt_gym.messages import Message
+from molt_gym.trainers.config import load_config
+
+Train = Callable[..., Any]
+
+
+def test_train_runs_where_an_event_loop_is_running_already(train: Train, tmp_path: Path) -> None:
+    async def cell() -> Any:
+        return train(tmp_path / "run", steps=1)
+
+    assert asyncio.run(cell()).metrics[-1]["step"] == 1
+
+
+def test_nested_and_dunder_overrides_and_a_mapping_say_the_same(train: Train, tmp_path: Path) -> None:
+    few = {"steps": 1, "eval__before": False, "eval__after": False}
+    ways = [{"rollout__max_tokens": 5}, {"rollout": {"max_tokens": 5}}, {"config": {"rollout": {"max_tokens": 5}}}]
+    for number, way in enumerate(ways):
+        result = train(tmp_path / f"{number}", defaults=False, rollout__group_size=2, rollout__groups_per_step=1,
+                       rollout__max_context=128, **few, **way)
+        settings = load_config(file=result.run_dir / "config.toml").rollout
+        assert (settings.max_tokens, settings.group_size) == (5, 2)
+
+
+def test_a_run_goes_on_for_more_steps_in_its_own_folder_with_its_own_seed(train: Train, tmp_path: Path) -> None:
+    first = train(tmp_path / "run", steps=2, seed=5, eval__after=False)
+    again = train(tmp_path / "run", steps=4, seed=0, eval__after=False)
+    straight = train(tmp_path / "straight", steps=4, seed=5, eval__after=False)
+    assert again.metrics[: len(first.metrics)] == first.metrics
+    rewards = [[line.get("reward/mean") for line in result.metrics] for result in (again, straight)]
+    assert rewards[0] == rewards[1]
+    assert load_config(file=tmp_path / "run" / "config.toml").steps == 4
+
+
+def test_a_finished_run_is_finished(train: Train, tmp_path: Path) -> None:
+    first = train(tmp_path / "run", steps=2)
+    assert train(tmp_path / "run", steps=2).metrics == first.metrics
+
+
+@pytest.mark.parametrize(("changed", "name"), [({"seed": 3}, "seed: 3.*has 1"), ({"env": "toy_envs:Coin-v0"}, "env: ")])
+def test_a_run_does_not_go_on_as_another_one(
+    train: Train, tmp_path: Path, changed: dict[str, Any], name: str
+) -> None:
+    train(tmp_path / "run", steps=1)
+    with pytest.raises(ConfigError, match=name):
+        train(tmp_path / "run", steps=2, **changed)
+
+
+def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=1)
+    with pytest.raises(ConfigError, match="in use"):
+        train(tmp_path / "run", steps=2, checkpoint__resume="never")
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), [
+    ({"env": "toy_envs:Lettres-v0"}, UnknownEnv, "Letters-v0"),
+    ({"env": "CartPole-v1"}, NotAChatEnv, "Wrapper"),
+    ({"rollout__grup_size": 4}, ConfigError, "rollout.group_size"),
+    ({"rollout__group_size": 1}, ConfigError, "group_size"),
+    ({"rollout__top_p": 0.9}, ConfigError, "top_p"),
+    ({"env_kwargs": {"no_such": 1}}, Exception, "no_such"),
+    ({"rollout__max_context": 4096}, ConfigError, "4096 .* 1024"),
+    ({"algorithm__updates_per_batch": 3}, ConfigError, "divide"),
+    ({"model": "no/such/folder"}, ConfigError, "no/such/folder"),
+])
+def test_wrong_settings_are_refused_in_words_before_anything_is_written(
+    train: Train, tmp_path: Path, wrong: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        train(tmp_path / "run", **wrong)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or "max_context" in str(wrong)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_model_folder_without_a_chat_template_is_refused(train: Train, tiny_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_path, tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="chat template"):
+        train(tmp_path / "run", model=tmp_path / "bare")
+
+
+def test_functions_and_models_are_evaluated_on_the_same_held_out_tasks(toys: Path, tiny_path: Path) -> None:
+    seen: list[str] = []
+
+    def reply(observation: dict[str, Any]) -> str:
+        seen.append(observation["messages"][0]["content"])
+        return "abc"
+
+    ours = molt_gym.evaluate("toy_envs:Letters-v0", reply, episodes=6)
+    assert (ours.reward_mean, ours.pass_at, ours.episodes) == (1.0, {1: 1.0}, 6)
+    assert len(set(seen)) == 6
+    small = {"rollout": {"max_tokens": 4, "max_context": 128}}
+    theirs = molt_gym.evaluate("toy_envs:Letters-v0", tiny_path, episodes=6, **small)
+    assert {t.index for t in theirs.trajectories} == {t.index for t in ours.trajectories}
+    assert theirs.reward_mean < 1
+    assert molt_gym.evaluate("toy_envs:Letters-v0", tiny_path, episodes=6, **small).reward_mean == theirs.reward_mean
+
+
+def test_several_attempts_are_sampled_unless_told_otherwise(toys: Path, tiny_path: Path) -> None:
+    options = {"episodes": 2, "k": 3, "rollout": {"max_tokens": 6, "max_context": 128, "dtype": "float32"}}
+    result = molt_gym.evaluate("toy_envs:Coin-v0", tiny_path, **options)
+    assert len({t.messages[-1]["content"] for t in result.trajectories}) > 2
+    cold = molt_gym.evaluate("toy_envs:Coin-v0", tiny_path, eval={"temperature": 1e-4}, **options)
+    assert len({t.messages[-1]["content"] for t in cold.trajectories}) <= 2
+    assert set(result.pass_at) == {1, 3}
+
+
+def test_as_many_rollouts_are_played_as_were_asked_for(toys: Path, tiny_path: Path) -> None:
+    few = {"env_kwargs": {"num_tasks": 2}, "rollout": {"max_tokens": 4, "max_context": 128}}
+    by_function = molt_gym.rollout("toy_envs:Letters-v0", lambda observation: "xyz", 5, **few)
+    assert [t.reward for t in by_function] == [0.0] * 5
+    assert {t.index for t in by_function} == {0, 1}
+    by_model = molt_gym.rollout("toy_envs:Letters-v0", tiny_path, 3, **few)
+    assert all(t.turns == 2 and sum(t.rows[0].mask) <= 8 for t in by_model)
+    assert len(by_model) == 3
+
+
+async def test_an_async_policy_is_awaited_inside_a_running_loop(toys: Path) -> None:
+    class Slow:
+        async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
+            await asyncio.sleep(0)
+            return {"role": "assistant", "content": "a"}
+
+    assert [t.reward for t in molt_gym.rollout("toy_envs:Letters-v0", Slow(), 2)] == [1.0, 1.0]
+
+
+def test_a_policy_that_fails_fails_its_rollout_alone(toys: Path) -> None:
+    def reply(observation: dict[str, Any]) -> str:
+        if "task 0" in observation["messages"][0]["content"]:
+            raise ValueError("no idea")
+        return "a"
+
+    played = molt_gym.rollout("toy_envs:Letters-v0", reply, 4, env_kwargs={"num_tasks": 4})
+    assert sorted(t.failure.reason if t.failure else "" for t in played) == ["", "", "", "policy_error"]

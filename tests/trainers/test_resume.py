@@ -1,0 +1,147 @@
+"""Runs in processes of their own that are killed, interrupted or told to end, and go on as if nothing had been."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molt_gym.tokens.trajectory import read_jsonl
+from molt_gym.trainers.checkpoint import newest_checkpoint
+
+pytestmark = pytest.mark.slow
+
+STEPS = 14
+OPTIONS = {"eval__every": 4, "checkpoint__every": 3, "algorithm__updates_per_batch": 2, "actor__schedule": "cosine"}
+Train = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def straight(train: Train) -> Path:
+    """The folder of the run that nothing happened to."""
+    return train(steps=STEPS, **OPTIONS).run_dir
+
+
+def started(out: Path, model: Path) -> subprocess.Popen:
+    """The same run as a command."""
+    small = {
+        "rollout.groups-per-step": 2, "rollout.group-size": 4, "rollout.max-tokens": 8, "rollout.max-context": 256,
+        "eval.episodes": 2, "actor.lr": 3e-3, "actor.dtype": "float32",
+    } | {name.replace("__", ".").replace("_", "-"): value for name, value in OPTIONS.items()}
+    words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "molt_gym", "train", "toy_envs:Letters-v0", "--model", model, "--out", out,
+               "--seed", "1", "--steps", str(STEPS), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_lines(folder: Path, lines: int, process: subprocess.Popen) -> None:
+    """Until the metrics have so many lines."""
+    file, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not file.exists() or file.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """All that is left of a run but times: metrics, what was played, the model, the last checkpoint's state."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    best = newest_checkpoint(folder / "checkpoints")
+    assert best is not None
+    played = {file.name: [(t.index, t.group, t.rollout, t.reward, t.rows) for t in read_jsonl(file)]
+              for file in sorted((folder / "rollouts").iterdir())}
+    return {
+        "metrics": [{name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))}
+                    for line in lines],
+        "played": played,
+        "model": (folder / "model" / "model.safetensors").read_bytes(),
+        "state": json.loads((best / "trainer.json").read_text()),
+        "weights and moments": (best / "actor" / "__0_0.distcp").read_bytes(),
+    }
+
+
+def assert_same(folder: Path, straight: Path) -> None:
+    ours, theirs = record(folder), record(straight)
+    for name, value in ours.items():
+        assert value == theirs[name], name
+
+
+@pytest.mark.parametrize("lines", [1, 9])
+def test_a_run_that_is_killed_at_any_moment_ends_as_one_that_is_not(
+    train: Train, tiny_path: Path, tmp_path: Path, straight: Path, lines: int
+) -> None:
+    folder = tmp_path / "killed"
+    process = started(folder, tiny_path)
+    try:
+        wait_for_lines(folder, lines, process)
+        time.sleep(random.uniform(0, 0.4))
+    finally:
+        process.kill()
+        process.communicate()
+    train(folder, steps=STEPS)
+    assert_same(folder, straight)
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_told_to_end_saves_says_where_and_goes_on_from_there(
+    train: Train, tiny_path: Path, tmp_path: Path, straight: Path, sent: signal.Signals, code: int
+) -> None:
+    folder = tmp_path / "ended"
+    process = started(folder, tiny_path)
+    try:
+        wait_for_lines(folder, 6, process)
+        process.send_signal(sent)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == code, output
+    best = newest_checkpoint(folder / "checkpoints")
+    assert f"saved as {best}; go on with --resume {folder}" in output
+    assert "Traceback" not in output
+    assert not (folder / "model").exists()
+    train(folder, steps=STEPS)
+    assert_same(folder, straight)
+
+
+def test_a_run_that_is_stopped_twice_plays_every_task_once(train: Train, tmp_path: Path) -> None:
+    options = {"checkpoint__every": 1, "rollout__groups_per_step": 2, "eval__before": False, "eval__after": False}
+    for steps in (3, 6, 10):
+        result = train(tmp_path / "run", steps=steps, **options)
+    files = sorted((result.run_dir / "rollouts").iterdir())
+    tasks = [trajectory.index for file in files for trajectory in read_jsonl(file) if trajectory.rollout == 0]
+    assert sorted(tasks) == list(range(20))
+
+
+def test_an_interrupt_in_a_notebook_ends_the_run_with_its_state_saved(
+    tiny_path: Path, toys: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "cell.py"
+    script.write_text(f"""
+import asyncio
+import molt_gym
+
+async def cell():
+    molt_gym.train("toy_envs:Letters-v0", {str(tiny_path)!r}, out={str(tmp_path / "run")!r}, steps=10_000,
+                   rollout={{"max_tokens": 8, "max_context": 256}}, eval={{"before": False}})
+
+if __name__ == "__main__":
+    try:
+        asyncio.new_event_loop().run_until_complete(cell())
+    except KeyboardInterrupt:
+        print("interrupted as expected")
+""")
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for_lines(tmp_path / "run", 2, process)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert "interrupted as expected" in output
+    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
