@@ -66,11 +66,11 @@ def _junk(task: PrintTask, rng: random.Random) -> tuple[str, str]:
             numbers = rng.randint(1, 99), rng.choice("+-*"), rng.randint(1, 99)
             return _answer(task, "".join(map(str, numbers)))
         case 1:
-            return fenced(f"print({task.right}"), ""
+            return fenced(f"print({task.wrong}"), ""
         case 2:
-            return f"```python\nprint({task.right})\n", NO_PROGRAM
+            return f"```python\nprint({task.wrong})\n", NO_PROGRAM
         case _:
-            return f"print({task.right})", NO_PROGRAM
+            return f"print({task.wrong})", NO_PROGRAM
 
 
 def _says(role: str, content: str) -> Message:

@@ -49,8 +49,8 @@ class CodeExecEnv(ChatEnv):
 
     presets = {
         "": {"rollout": {"max_tokens": 256}},
-        "tiny": {"rollout": {"max_tokens": 40}},
-        # One turn keeps the five minutes of the first run for what there is to learn: to answer at once.
+        # One turn: the minutes of a first run are for learning to answer at once. Take more with rollout.max_turns.
+        "tiny": {"rollout": {"max_tokens": 40, "max_turns": 1}},
         "smollm2-135m": {"steps": 16, "rollout": {"max_tokens": 40, "max_turns": 1}},
     }
 

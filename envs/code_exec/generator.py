@@ -83,10 +83,10 @@ def _print(prompt: str, right: str, wrong: str) -> PrintTask:
     return PrintTask(f"Print {prompt}.", outputs=(OutputTest("", value_of(right)),), right=right, wrong=wrong)
 
 
-def _arithmetic(word: str, sign: str, wrong: str) -> Family:
+def _arithmetic(word: str, right: str, wrong: str) -> Family:
     def make(rng: random.Random, difficulty: int) -> Task:
         a, b = _numbers(rng, difficulty, 2)
-        return _print(f"{a} {word} {b}", f"{a}{sign}{b}", f"{a}{wrong}{b}")
+        return _print(f"{a} {word} {b}", right.format(a=a, b=b), wrong.format(a=a, b=b))
 
     return make
 
@@ -113,12 +113,12 @@ def _numbers(rng: random.Random, difficulty: int, count: int) -> list[int]:
 
 
 PRINT_FAMILIES: dict[str, Family] = {
-    "add": _arithmetic("plus", "+", "-"),
-    "subtract": _arithmetic("minus", "-", "+"),
-    "multiply": _arithmetic("times", "*", "+"),
-    "max": _of_numbers("the largest of {}", "max({})", "min({})"),
+    "add": _arithmetic("plus", "{a}+{b}", "{a}-{b}"),
+    "subtract": _arithmetic("minus", "{a}-{b}", "{b}-{a}"),
+    "multiply": _arithmetic("times", "{a}*{b}", "{a}+{b}"),
+    "max": _of_numbers("the largest of {}", "max({})", "sum([{}])"),
     "min": _of_numbers("the smallest of {}", "min({})", "max({})"),
-    "sort": _of_numbers("the list [{}] sorted", "sorted([{}])", "[{}]"),
+    "sort": _of_numbers("the sorted list of {}", "sorted([{}])", "sum([{}])"),
     "reverse": _of_word('"{}" reversed', '"{}"[::-1]', '"{}"'),
     "length": _of_word('the length of "{}"', 'len("{}")', '"{}"'),
 }
