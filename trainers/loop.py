@@ -155,8 +155,7 @@ class Loop:
         else:
             due, when = options.before, "before"
         # A run that was resumed at this step may have done so before.
-        known = ((line["step"], "eval/when" in line) for line in self.run_dir.read_metrics())
-        if due and (self.step, True) not in known:
+        if due and not any(line["step"] == self.step and "eval/when" in line for line in self.run_dir.read_metrics()):
             self.run_dir.append_metrics({"step": self.step, "eval/when": when, **await self._score(when)})
 
     async def _score(self, when: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import molt_gym
-from molt_gym import ConfigError, NotAChatEnv, UnknownEnv
+from molt_gym import ConfigError, NotAChatEnv, UnknownEnv, cli
 from molt_gym.messages import Message
 from molt_gym.trainers.config import load_config
 
@@ -143,3 +143,14 @@ def test_a_policy_that_fails_fails_its_rollout_alone(toys: Path) -> None:
 
     played = molt_gym.rollout("toy_envs:Letters-v0", reply, 4, env_kwargs={"num_tasks": 4})
     assert sorted(t.failure.reason if t.failure else "" for t in played) == ["", "", "", "policy_error"]
+
+
+def test_the_command_of_a_run_that_fails_ends_with_1_and_says_why(
+    toys: Path, tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--rollout.max-tokens", "8", "--rollout.max-context", "256", "--eval.before", "false",
+             "--env-kwargs.trouble", "raise in step"]
+    command = ["train", "toy_envs:Letters-v0", "--model", str(tiny_path), "--out", str(tmp_path / "run"), *words]
+    assert cli.main(command) == 1
+    assert "step_error 32" in capsys.readouterr().err
+    assert cli.main(["train", "toy_envs:Lettres-v0", "--model", str(tiny_path)]) == 2

@@ -2,8 +2,9 @@
 
 import json
 import resource
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,21 +156,57 @@ def test_a_run_that_fails_later_has_saved_what_it_had_learned(
     assert [line["step"] for line in steps_of(result.metrics)] == [1, 2, 3]
 
 
+@pytest.fixture
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """Makes the system refuse files that are larger, until the end of the test."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit if limit >= 0 else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_disk_that_refuses_a_checkpoint_is_reported_and_the_older_one_is_gone_on_from(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, file_size_limit: Callable[[int], None]
 ) -> None:
     train(tmp_path / "run", steps=2, eval__after=False)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-    try:
-        with pytest.raises(OSError, match="cannot write .*MB are free"):
-            train(tmp_path / "run", steps=6)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file_size_limit(300_000)
+    with pytest.raises(OSError, match="cannot write .*MB are free"):
+        train(tmp_path / "run", steps=6)
+    file_size_limit(-1)
     assert "step 4 not saved (cannot write" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     result = train(tmp_path / "run", steps=6)
     straight = train(tmp_path / "straight", steps=6, eval__after=False)
+    assert lasting(result.metrics) == lasting(straight.metrics)
+
+
+def test_a_step_whose_record_cannot_be_written_is_not_saved_as_done(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, file_size_limit: Callable[[int], None]
+) -> None:
+    train(tmp_path / "run", steps=2, eval__after=False)
+    with pytest.raises(OSError):
+        train(tmp_path / "run", steps=4, env_kwargs={"trouble": "no room"})
+    file_size_limit(-1)
+    assert "not saved, as it was in the middle of a step" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    result = train(tmp_path / "run", steps=4, env_kwargs={"trouble": ""})
+    straight = train(tmp_path / "straight", steps=4, eval__after=False)
+    assert lasting(result.metrics) == lasting(straight.metrics)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_gone_on_from(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    straight = train(tmp_path / "run", steps=4, eval__after=False)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    file = checkpoints / "step-000004" / "actor" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step-000004 is not whole .*__0_0.distcp is damaged"):
+        result = train(tmp_path / "run", steps=4)
+    assert lasting(result.metrics) == lasting(straight.metrics)
+    for path in checkpoints.iterdir():
+        shutil.rmtree(path)
+    result = train(tmp_path / "run", steps=4)
+    assert f"no whole checkpoint in {checkpoints}; starting again" in capsys.readouterr().out
     assert lasting(result.metrics) == lasting(straight.metrics)
 
 

@@ -6,6 +6,7 @@ a rank that dies ends the call with an error instead of a hang, and no rank outl
 
 import multiprocessing
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from molt_gym.errors import RunFailed
 
+from ..models.quiet import quiet_libraries
 from .fsdp_actor import ActorSpec, FsdpActor
 from .packing import TrainRow
 
@@ -41,7 +43,9 @@ class LocalActor:
         ranks = spec.config.actor.world_size
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         try:
-            store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+            store = dist.HashStore()
+            if ranks > 1:
+                store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
             for rank in range(1, ranks):
                 self._ranks.append(_start(spec, rank, ranks, store.port))
             self._confirm()
@@ -148,6 +152,9 @@ def _start(spec: ActorSpec, rank: int, ranks: int, port: int) -> tuple[BaseProce
 
 def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A terminal sends Ctrl-C to all processes; the first one, which still has to save, decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet_libraries()
     # Two ranks with a thread a core each would fight over the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     pipe.send(None)

@@ -6,7 +6,7 @@ attention; the layout needs full attention over an arbitrary mask). Invariants: 
 the value of an id; every trainable token is scored by the hidden state of its predecessor in its own row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,10 +106,7 @@ def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[list[Trie]]
     Tries are of one group each and sorted by size, so that little is padding.
     """
     tries: list[Trie] = []
-    by_group: dict[int, list[TrainRow]] = {}
-    for row in rows:
-        by_group.setdefault(row.group, []).append(row)
-    for group in by_group.values():
+    for group in _groups(rows):
         tries += _split(sorted(group, key=lambda row: (row.ids, row.row)), max_tokens)
     batches: list[list[Trie]] = []
     for trie in sorted(tries, key=lambda trie: -len(trie.ids)):
@@ -138,32 +135,34 @@ def collate(tries: Sequence[Trie], device: torch.device) -> MicroBatch:
                 source_of.append(sources.setdefault(b * width + path[position - 1], len(sources)))
                 tokens.append((row.ids[position], row.logprobs[position], row.advantage, row.weight, row.row))
     targets, behaviour, advantages, weights, numbers = zip(*tokens, strict=True) if tokens else ((),) * 5
-    as_tensor = {"device": device}
+
+    def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
     return MicroBatch(
-        input_ids.to(device), position_ids.to(device), mask.to(device),
-        torch.tensor(list(sources), dtype=torch.long, **as_tensor),
-        torch.tensor(source_of, dtype=torch.long, **as_tensor),
-        torch.tensor(targets, dtype=torch.long, **as_tensor),
-        torch.tensor(behaviour, dtype=torch.float32, **as_tensor),
-        torch.tensor(advantages, dtype=torch.float32, **as_tensor),
-        torch.tensor(weights, dtype=torch.float32, **as_tensor),
-        torch.tensor(numbers, dtype=torch.long, **as_tensor),
-        [row for trie in tries for row in trie.rows],
-    )
+        input_ids.to(device), position_ids.to(device), mask.to(device), flat(sources, torch.long),
+        flat(source_of, torch.long), flat(targets, torch.long), flat(behaviour, torch.float32),
+        flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long),
+        [row for trie in tries for row in trie.rows])
 
 
 def balance(rows: Sequence[TrainRow], shares: int) -> list[list[TrainRow]]:
     """Whole groups dealt to `shares` ranks, the largest first and each to the rank with the fewest tokens."""
-    by_group: dict[int, list[TrainRow]] = {}
-    for row in rows:
-        by_group.setdefault(row.group, []).append(row)
     dealt: list[list[TrainRow]] = [[] for _ in range(shares)]
     loads = [0] * shares
-    for group in sorted(by_group.values(), key=lambda group: -len(build_trie(group).ids)):
+    sized = [(len(build_trie(group).ids), group) for group in _groups(rows)]
+    for size, group in sorted(sized, key=lambda pair: -pair[0]):
         lightest = loads.index(min(loads))
         dealt[lightest] += group
-        loads[lightest] += len(build_trie(group).ids)
+        loads[lightest] += size
     return dealt
+
+
+def _groups(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+    groups: dict[int, list[TrainRow]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return list(groups.values())
 
 
 def _split(ordered: Sequence[TrainRow], max_tokens: int) -> list[Trie]:

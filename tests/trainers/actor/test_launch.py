@@ -123,6 +123,13 @@ def test_a_save_that_the_disk_refuses_is_an_os_error_after_which_both_ranks_go_o
     assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
 
 
+def test_a_rank_leaves_it_to_the_first_to_react_to_an_interrupt(pair: LocalActor, random_rows: Rows) -> None:
+    (rank,) = ranks_of(pair)
+    os.kill(rank.pid, signal.SIGINT)
+    time.sleep(0.2)
+    assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
+
+
 def test_a_rank_that_was_killed_between_two_calls_is_named(pair: LocalActor, random_rows: Rows) -> None:
     # The last test of this pair.
     (rank,) = ranks_of(pair)
