@@ -133,7 +133,7 @@ def test_what_is_no_folder_and_no_name_of_a_hub_is_refused(folder):
 def test_presets_are_configurations():
     for name, preset in PRESETS.items():
         config = load_config("CodeExec-v0", model=name, preset=preset)
-        assert config.steps == preset["steps"] and config.actor.lr == preset["actor"]["lr"]
+        assert config.actor.lr == preset["actor"]["lr"]
 
 
 def test_a_model_of_the_hub_is_downloaded_once(hub, tmp_path, folder):
