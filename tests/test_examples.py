@@ -1,0 +1,37 @@
+"""The examples run as a newcomer would run them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_example(name: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, env=os.environ | {"NO_COLOR": "1"},
+                          capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_function_plays_and_solves_the_additions(tmp_path):
+    output = run_example("play_with_a_function.py", tmp_path)
+    lines = [line for line in output.splitlines() if line.startswith("reward")]
+    assert len(lines) == 8
+    assert all(line.startswith("reward 1 after 1 turns") for line in lines if " plus " in line)
+
+
+@pytest.mark.slow
+def test_a_new_env_in_one_file_is_learnt_by_the_tiny_model(tmp_path):
+    output = run_example("my_env.py", tmp_path)
+    before, after = next(line for line in output.splitlines() if "pass_at_1" in line).split()[-3::2]
+    assert float(after) >= max(0.85, float(before) + 0.2)
+    assert next(tmp_path.glob("runs/*/curve.png")).stat().st_size
+
+
+def test_every_example_is_run_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"my_env.py", "play_with_a_function.py"}
