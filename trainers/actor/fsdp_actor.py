@@ -150,13 +150,16 @@ class FsdpActor:
         shares = [micro_batches(share, limit) for share in balance(rows, self._ranks)]
         return [collate(tries, self._device) for tries in shares[self._rank]], max(map(len, shares))
 
-    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """[N] log π of the trainable tokens, [S, V] logits under the sampling temperature."""
-        scaled = self._policy(batch).float() / self._config.rollout.temperature
-        return scaled[batch.source_of, batch.targets] - scaled.logsumexp(-1)[batch.source_of], scaled
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """[N] log π of the trainable tokens; [S, V] logits under the sampling temperature and [S] their logsumexp."""
+        scaled, temperature = self._policy(batch).float(), self._config.rollout.temperature
+        if temperature != 1:
+            scaled = scaled / temperature
+        lse = scaled.logsumexp(-1)
+        return scaled[batch.source_of, batch.targets] - lse[batch.source_of], scaled, lse
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        logp, scaled = self._logprobs(batch)
+        logp, scaled, lse = self._logprobs(batch)
         known = [row.old_logprobs for row in batch.order]
         old = logp.detach() if None in known else logp.new_tensor([value for values in known for value in values])
         algorithm = self._config.algorithm
@@ -168,8 +171,7 @@ class FsdpActor:
         loss, more = policy_loss(algorithm.loss, logp, old, batch.advantages, batch.weights, batch.rows,
                                  coefficients=coefficients, options=options)
         with torch.no_grad():
-            logs = scaled.log_softmax(-1)
-            entropy = -(logs.exp() * logs).sum(-1)
+            entropy = lse - torch.einsum("sv,sv->s", (scaled - lse[:, None]).exp_(), scaled)
         return loss, metrics | more | {"policy/entropy": mean_of(entropy[batch.source_of])}
 
     @torch.no_grad()
