@@ -42,7 +42,8 @@ Start = Callable[[ActorSpec], LocalActor]
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor.cpu(), expected[name].cpu(), rtol=0, atol=atol, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(tensor.cpu(), expected[name].cpu(), rtol=0, atol=atol,
+                                   msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize("tied", [True, False])
