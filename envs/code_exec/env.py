@@ -51,7 +51,7 @@ class CodeExecEnv(ChatEnv):
         "": {"rollout": {"max_tokens": 256}},
         # One turn: the minutes of a first run are for learning to answer at once. Take more with rollout.max_turns.
         "tiny": {"rollout": {"max_tokens": 40, "max_turns": 1}},
-        "smollm2-135m": {"steps": 16, "rollout": {"max_tokens": 40, "max_turns": 1}},
+        "smollm2-135m": {"steps": 20, "rollout": {"max_tokens": 40, "max_turns": 1}},
     }
 
     def __init__(

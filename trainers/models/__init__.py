@@ -30,7 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     TINY: {
         "steps": 40,
         "rollout": {"groups_per_step": 16, "group_size": 8, "max_concurrency": 128},
-        "actor": {"dtype": "float32", "lr": 2e-3, "schedule": "linear", "min_lr_ratio": 0.1, "micro_batch_tokens": 8192},
+        "actor": {"dtype": "float32", "lr": 2e-3, "schedule": "linear", "min_lr_ratio": 0.1,
+                  "micro_batch_tokens": 8192},
     },
 }
 """Recommended options by name of a model at hand, for `load_config(preset=...)`."""
