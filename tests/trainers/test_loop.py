@@ -138,11 +138,17 @@ def test_a_run_whose_rollouts_all_fail_stops_with_counts_by_reason_and_exports_n
     started = time.monotonic()
     with pytest.raises(RunFailed, match=f"8 of 8 rollouts of step 1 failed .{reason} 8") as caught:
         train(tmp_path / "run", steps=2, env_kwargs={"trouble": trouble}, eval__before=False,
-              rollout__reset_timeout=1, rollout__step_timeout=1)
+              rollout={"reset_timeout": 1, "step_timeout": 1, "max_failure_rate": 1.0})
     assert words in str(caught.value)
     assert time.monotonic() < started + 30
     assert not (tmp_path / "run" / "model").exists()
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is None
+
+
+def test_more_failures_than_are_allowed_stop_a_run(train: Train) -> None:
+    with pytest.raises(RunFailed, match="of 8 rollouts of step 1 failed .step_error .*max_failure_rate = 0.1 allows"):
+        train(steps=2, env_kwargs={"trouble": "raise in step", "share": 0.3}, eval__before=False,
+              rollout__max_failure_rate=0.1)
 
 
 def test_a_run_that_fails_later_has_saved_what_it_had_learned(
