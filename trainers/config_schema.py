@@ -80,7 +80,7 @@ class RolloutConfig(Section):
     max_staleness: Natural = 0
     """Weight versions that a trained token may lag behind; 0 is strictly on-policy."""
     max_concurrency: Count = 64
-    """Most rollouts in flight."""
+    """Most sequences that the engine decodes at once; further ones queue."""
     dtype: Dtype = "auto"
     """Precision of the sampler; auto follows actor.dtype."""
     history: Literal["rerender", "keep"] = "rerender"
@@ -145,7 +145,7 @@ class AlgorithmConfig(Section):
     overlong_penalty: NotNegative = 1.0
     """What a reply of full length loses when overlong_buffer is set."""
     truncation_coefficient: Annotated[float, Le(1), _NUMBER] = 1.0
-    """Factor on the positive reward of a truncated rollout; a negative value replaces the reward."""
+    """Factor on the positive reward of a rollout that length cut off; a negative value replaces the reward."""
     importance: ImportanceConfig = ImportanceConfig()
 
 
