@@ -37,7 +37,13 @@ def started(out: Path, model: Path) -> subprocess.Popen:
     words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "molt_gym", "train", "toy_envs:Letters-v0", "--model", model, "--out", out,
                "--seed", "1", "--steps", str(STEPS), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return popen(command)
+
+
+def popen(command: list[Any]) -> subprocess.Popen:
+    # What runs in the background of a shell ignores Ctrl-C, and so would its children.
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def wait_for_lines(folder: Path, lines: int, process: subprocess.Popen) -> None:
@@ -136,7 +142,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("interrupted as expected")
 """)
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = popen([sys.executable, script])
     try:
         wait_for_lines(tmp_path / "run", 2, process)
         process.send_signal(signal.SIGINT)

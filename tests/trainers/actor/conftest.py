@@ -28,7 +28,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             config = Qwen3Config(
                 vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=8, max_position_embeddings=2048, initializer_range=0.3,
-                tie_word_embeddings=tied, eos_token_id=2, pad_token_id=2, bos_token_id=None)
+                tie_word_embeddings=tied, eos_token_id=2, pad_token_id=2, bos_token_id=None, attention_dropout=0.5)
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 Qwen3ForCausalLM(config).to(dtype).save_pretrained(path)

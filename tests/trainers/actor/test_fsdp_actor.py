@@ -87,12 +87,20 @@ def test_the_update_and_its_loss_do_not_depend_on_the_size_of_micro_batches(
         assert (loss, entropy) == pytest.approx(outcomes[0][1:], abs=1e-6)
 
 
-def test_the_logged_loss_is_that_of_the_window(start: Start, spec: Build, random_rows: Rows) -> None:
+def test_the_logged_loss_and_entropy_are_those_of_the_window(
+    start: Start, spec: Build, random_rows: Rows, model_path: Callable[..., Path]
+) -> None:
     rows = random_rows(2, 2)
-    metrics = start(spec(actor__micro_batch_tokens=1)).train([rows])
+    metrics = start(spec(actor__micro_batch_tokens=1, rollout__temperature=0.7)).train([rows])
     # The ratio is 1 before the first update, so the loss is -Σ w·A.
     expected = -sum(row.weight * row.advantage * len(row.trained) for row in rows)
     assert metrics["policy/loss"] == pytest.approx(expected, abs=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    entropies = []
+    for row in rows:
+        logits = model(torch.tensor([row.ids])).logits[0].detach() / 0.7
+        entropies += [torch.distributions.Categorical(logits=logits[p - 1]).entropy().item() for p in row.trained]
+    assert metrics["policy/entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
 
 
 def test_a_window_without_any_advantage_changes_nothing_but_is_measured(

@@ -138,6 +138,12 @@ def test_whole_groups_are_dealt_and_each_once(rows: list[TrainRow], shares: int)
     assert all(len(home) == 1 for home in homes.values())
 
 
+def test_the_first_id_of_a_row_has_nothing_that_could_score_it() -> None:
+    row = TrainRow([5, 6, 7], [1, 0, 1], [0.0] * 3, 1.0, 1.0, 0, 0)
+    assert row.trained == [2]
+    assert collate([build_trie([row])], CPU).targets.tolist() == [7]
+
+
 def test_ranks_get_about_the_same_number_of_tokens() -> None:
     rows = [TrainRow([number] * length, [1] * length, [0.0] * length, 1.0, 1.0, number, number)
             for number, length in enumerate([8, 7, 6, 5, 4, 3, 2, 1])]
