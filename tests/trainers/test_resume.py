@@ -115,13 +115,21 @@ def test_a_run_that_is_told_to_end_saves_says_where_and_goes_on_from_there(
     assert_same(folder, straight)
 
 
-def test_a_run_that_is_stopped_twice_plays_every_task_once(train: Train, tmp_path: Path) -> None:
-    options = {"checkpoint__every": 1, "rollout__groups_per_step": 2, "eval__before": False, "eval__after": False}
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_that_is_stopped_twice_loses_no_task_and_plays_none_twice(
+    train: Train, tmp_path: Path, max_staleness: int
+) -> None:
+    options = {"rollout__max_staleness": max_staleness, "eval__before": False, "eval__after": False}
+    cursors = []
     for steps in (3, 6, 10):
         result = train(tmp_path / "run", steps=steps, **options)
-    files = sorted((result.run_dir / "rollouts").iterdir())
-    tasks = [trajectory.index for file in files for trajectory in read_jsonl(file) if trajectory.rollout == 0]
-    assert sorted(tasks) == list(range(20))
+        pool = json.loads((result.checkpoint / "trainer.json").read_text())["pool"]
+        cursors.append(pool["cursor"])
+        played = [t for file in (result.run_dir / "rollouts").iterdir() for t in read_jsonl(file) if t.rollout == 0]
+        assert sorted([t.group for t in played] + pool["pending"]) == list(range(pool["cursor"]))
+        assert len(played) == 2 * steps
+    assert cursors == sorted(set(cursors))
+    assert max_staleness or sorted(t.index for t in played) == list(range(20))
 
 
 def test_an_interrupt_in_a_notebook_ends_the_run_with_its_state_saved(
