@@ -2,6 +2,8 @@
 
 import os
 
-# Threads that spin while they wait for each other take the cores from those who have work: with an engine and an actor
-# on the same cores, or anything else running, that costs ten times what it saves. Read when torch starts its threads.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads that spin while they wait for each other take the cores from those who have work (an engine beside an actor,
+# sandboxes, other programs), and threads that sleep at once make small models slow: so they spin for some microseconds.
+# Read when torch starts its threads.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
