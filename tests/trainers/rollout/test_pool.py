@@ -119,8 +119,17 @@ def by_task(env):
 
 
 async def test_a_group_that_teaches_nothing_is_replaced_and_counted(pool_of):
-    pool = pool_of(Plan(2, 2, max_staleness=1, capacity=2, dynamic_filter=(0.0, 1.0)), score=by_task)
+    ended, last = [threading.Semaphore(0) for _ in range(4)], threading.Event()
+
+    def score(env):
+        # Off-policy, groups come in as they end: here one after the other, and the fourth not at all.
+        last.wait(5) if env.index == 3 else env.index and ended[env.index - 1].acquire(timeout=5)
+        ended[env.index].release()
+        return by_task(env)
+
+    pool = pool_of(Plan(2, 2, max_staleness=1, capacity=2, dynamic_filter=(0.0, 1.0)), score=score)
     batch = await next_batch(pool)
+    last.set()
     assert (groups(batch), batch.dispatched, batch.dropped) == ([0, 2], 4, {"filtered": 1})
     assert len(batch.played) == 6
     assert len(batch.groups) / (len(batch.groups) + batch.dropped["filtered"]) == pytest.approx(2 / 3)
