@@ -82,9 +82,10 @@ async def test_off_policy_a_slow_group_holds_up_nobody(pool_of):
         return float(env.index == 0 and release.wait(20))
 
     pool = pool_of(Plan(2, 2, max_staleness=1), score=score)
-    assert sorted(groups(await next_batch(pool)) + groups(await next_batch(pool, 2))) == [1, 2, 3, 4]
+    early = groups(await next_batch(pool)) + groups(await next_batch(pool, 2))
+    assert len(set(early) - {0}) == 4
     release.set()
-    assert 0 in groups(await next_batch(pool, 3)) + groups(await next_batch(pool, 4))
+    assert 0 in [group for step in (3, 4, 5) for group in groups(await next_batch(pool, step))]
     await pool.close()
 
 
