@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-Kind = Literal["invalid_request", "authentication", "not_found", "too_large", "unsupported", "rate_limit", "unavailable",
-               "closed", "internal"]
+Kind = Literal["invalid_request", "authentication", "not_found", "too_large", "unsupported", "rate_limit",
+               "unavailable", "closed", "internal"]
 
 STATUS: dict[Kind, int] = {
     "invalid_request": 400,
