@@ -50,10 +50,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Token:
-    """One sampled token: its text, its bytes, the natural log of its probability."""
+    """One sampled token: its text, its bytes (None if it is a part of a character), natural log of its probability."""
 
     text: str
-    data: bytes
+    data: bytes | None
     logprob: float
 
 
@@ -68,6 +68,7 @@ class Reply:
     prompt_tokens, completion_tokens, reasoning_tokens: how many; the recorded ids. 0 where a person or a policy without
         tokens answered. cached_tokens: how many of the prompt's were there before this turn.
     tokens: one for each sampled id if the request asked for log-probabilities.
+    ignored: names of the sampling options of the request that the run overrides.
     """
 
     message: Message
@@ -78,6 +79,7 @@ class Reply:
     reasoning_tokens: int = 0
     cached_tokens: int = 0
     tokens: list[Token] | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,28 @@ class Completion:
     """The answer to a call: `n` replies. A retry gets the very same object.
 
     id: 24 letters and digits, to which a wire puts its prefix. created: seconds since 1970.
-    ignored: names of the sampling options of the request that the run overrides.
     """
 
     id: str
     created: int
     replies: list[Reply]
-    ignored: tuple[str, ...] = ()
+
+
+class Respondent(Protocol):
+    """Who answers the calls of a session; several at a time."""
+
+    async def answer(self, call: Call) -> list[Reply]:
+        """`call.n` replies, all of them recorded, or none and an exception.
+
+        Raises:
+            PromptTooLong: the conversation leaves no room for a reply.
+            WireError: the call cannot be honoured.
+        """
+        ...
+
+    async def count(self, call: Call) -> int:
+        """How many tokens the prompt of this call has; 0 if there are no tokens."""
+        ...
 
 
 class Memory(Protocol):

@@ -1,0 +1,217 @@
+"""Who answers a session: the policy that samples token by token, or any other policy, in messages.
+
+Invariants: all replies to a call are recorded in the graph before any of them is seen, or none is; a prompt is rendered
+outside the event loop where that takes long; every sampled id is recorded with what it was sampled under.
+"""
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from ..errors import PromptTooLong
+from ..messages import Message
+from ..policy import Policy
+from ..spaces import AssistantMessageSpace
+from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
+from ..tokens.parsing import malformed_calls
+from .errors import WireError, unsupported
+from .exchange import Call, Reply, Token
+
+T = TypeVar("T")
+Generate = Callable[[list[int], Sampling, int], Awaitable[Generation]]
+"""From prompt ids, how to sample, and the number of the sample in its session, to the sample."""
+
+INLINE_TEXT = 4000
+"""Characters that are rendered and encoded on the event loop, which takes less than a hop to a thread and back."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a session's requests may decide.
+
+    sampling: of the run; its `max_tokens` caps those of a request.
+    free: whether requests choose temperature, top_p and top_k, as when nothing is trained. Otherwise the run's hold.
+    seed: the seed of a sample, from its number in the session, its request's seed and its number among the replies.
+    """
+
+    sampling: Sampling
+    max_context: int
+    free: bool = False
+    seed: Callable[[int, int | None, int], int | None] = lambda number, seed, sample: None
+
+
+class TokenRespondent:
+    """Renders, samples, parses, and records token for token what the engine received and returned.
+
+    Args:
+        threads: where long texts are rendered.
+    """
+
+    graph: TokenGraph
+    """What was sampled."""
+    last: tuple[Call, Reply] | None
+    """The last turn."""
+    cut: bool
+    """Whether the last reply was cut by its length."""
+    tool_calls: int
+    """Tool calls in all replies."""
+    malformed_calls: int
+    """Replies that began a tool call which could not be read."""
+    tools_offered: int
+    """Turns in which tools could have been called."""
+
+    def __init__(
+        self, renderer: Renderer, generate: Generate, rules: Rules, *,
+        history: Literal["keep", "rerender"] = "rerender", threads: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self.graph = TokenGraph(renderer, history=history)
+        self.last: tuple[Call, Reply] | None = None
+        self.cut = False
+        self.tool_calls = self.malformed_calls = self.tools_offered = 0
+        self._renderer, self._generate, self._rules, self._threads = renderer, generate, rules, threads
+        self._asked = 0
+
+    async def answer(self, call: Call) -> list[Reply]:
+        """See `Respondent.answer`."""
+        prompt = await self._prepare(call)
+        room = self._rules.max_context - len(prompt.ids)
+        if room <= 0:
+            raise PromptTooLong(f"{len(prompt.ids)} tokens, where the context has {self._rules.max_context}")
+        sampling, ignored = self._sampling(call, room)
+        first, self._asked = self._asked, self._asked + call.n
+        ids = list(prompt.ids)
+        samples = [self._generate(ids, self._seeded(sampling, call, first, i), first + i) for i in range(call.n)]
+        generations = [await samples[0]] if call.n == 1 else await _all(samples)
+        return self._record(call, prompt, generations, sampling.stop, ignored)
+
+    async def count(self, call: Call) -> int:
+        """See `Respondent.count`."""
+        return len((await self._prepare(call)).ids)
+
+    async def _prepare(self, call: Call) -> Prompt:
+        try:
+            if self.graph.unseen_text(call.messages, call.tools) <= INLINE_TEXT:
+                return self.graph.prepare(call.messages, call.tools)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare_long, call)
+            return await work
+        except PromptTooLong:
+            raise
+        except ValueError as error:
+            raise WireError("invalid_request", str(error), param="messages", code="invalid_value") from error
+
+    def _prepare_long(self, call: Call) -> Prompt:
+        fewest = self._renderer.fewest_tokens(call.messages)
+        if fewest >= self._rules.max_context:
+            raise PromptTooLong(f"at least {fewest} tokens, where the context has {self._rules.max_context}")
+        return self.graph.prepare(call.messages, call.tools)
+
+    def _sampling(self, call: Call, room: int) -> tuple[Sampling, tuple[str, ...]]:
+        run, asked = self._rules.sampling, call.options
+        if asked.max_tokens is not None and asked.max_tokens < 1:
+            raise unsupported("max_tokens", f"{asked.max_tokens}; a reply has at least 1 token")
+        chosen: dict[str, Any] = {}
+        ignored = []
+        for name in ("temperature", "top_p", "top_k"):
+            value, own = getattr(asked, name), getattr(run, name)
+            if value is not None and value != own:
+                chosen |= {name: value} if self._rules.free else {}
+                ignored += [] if self._rules.free else [name]
+        limit = asked.max_tokens if asked.max_tokens is not None else run.max_tokens
+        if asked.max_tokens is not None and asked.max_tokens > run.max_tokens:
+            ignored.append("max_tokens")
+        chosen["max_tokens"] = min(limit, run.max_tokens, room)
+        return replace(run, stop=run.stop + asked.stop, **chosen), tuple(ignored)
+
+    def _seeded(self, sampling: Sampling, call: Call, first: int, sample: int) -> Sampling:
+        return replace(sampling, seed=self._rules.seed(first + sample, call.options.seed, sample))
+
+    def _record(
+        self, call: Call, prompt: Prompt, generations: list[Generation], stops: tuple[str, ...],
+        ignored: tuple[str, ...],
+    ) -> list[Reply]:
+        generations = [generation.checked() for generation in generations]
+        replies = [self._reply(call, prompt, generation, stops, ignored) for generation in generations]
+        for generation, reply in zip(generations, replies, strict=True):
+            self.graph.commit(prompt, generation, reply.message)
+            calls = len(reply.message.get("tool_calls") or ())
+            self.tool_calls += calls
+            self.malformed_calls += not calls and bool(call.tools) and malformed_calls(reply.message) > 0
+        self.tools_offered += len(replies) if call.tools else 0
+        self.cut = generations[-1].finish_reason == "length"
+        self.last = call, replies[-1]
+        return replies
+
+    def _reply(
+        self, call: Call, prompt: Prompt, generation: Generation, stops: tuple[str, ...], ignored: tuple[str, ...]
+    ) -> Reply:
+        if generation.finish_reason == "abort":
+            raise WireError("unavailable", "the reply was aborted", code="aborted", retry=True)
+        message = self._renderer.parse(generation.ids, call.messages, call.tools, stop=stops)
+        stop = None
+        if call.options.stop and generation.finish_reason == "stop":
+            text = self._renderer.decode(generation.ids)
+            found = [(text.index(string), string) for string in call.options.stop if string in text]
+            stop = min(found)[1] if found else None
+        finish = generation.finish_reason
+        if finish == "stop" and message.get("tool_calls"):
+            finish = "tool_calls"
+        return Reply(
+            message, finish, stop, len(prompt.ids), len(generation.ids),
+            reasoning_tokens=self._renderer.reasoning_length(generation.ids) if message.get("reasoning_content") else 0,
+            cached_tokens=len(prompt.ids) - len(prompt.context) if prompt.parent is not None else 0,
+            tokens=self._tokens(generation) if call.options.logprobs else None, ignored=ignored)
+
+    def _tokens(self, generation: Generation) -> list[Token]:
+        tokens = []
+        for i, logprob in zip(generation.ids, generation.logprobs, strict=True):
+            text = self._renderer.decode([i])
+            tokens.append(Token(text, None if "\ufffd" in text else text.encode("utf-8", "surrogatepass"), logprob))
+        return tokens
+
+
+class PolicyRespondent:
+    """Any policy; there are no tokens to count or record."""
+
+    turns: int
+    """Replies so far."""
+    last: tuple[Call, Reply] | None
+    """The last turn."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.turns, self.last = 0, None
+        self._policy, self._space = policy, AssistantMessageSpace()
+
+    async def answer(self, call: Call) -> list[Reply]:
+        """See `Respondent.answer`."""
+        if call.options.logprobs:
+            raise unsupported("logprobs", "this policy answers in text and has none; leave it out")
+        replies = await _all([self._sample(call) for _ in range(call.n)])
+        self.turns, self.last = self.turns + len(replies), (call, replies[-1])
+        return replies
+
+    async def count(self, call: Call) -> int:
+        """See `Respondent.count`."""
+        return 0
+
+    async def _sample(self, call: Call) -> Reply:
+        message = await self._policy.reply(copy.deepcopy(call.messages), copy.deepcopy(call.tools))
+        self._space.validate(message)
+        return reply_of(message)
+
+
+def reply_of(message: Message) -> Reply:
+    """A reply that was not sampled."""
+    return Reply(message, "tool_calls" if message.get("tool_calls") else "stop")
+
+
+async def _all(work: list[Awaitable[T]]) -> list[T]:
+    """The results, in order. If one fails or the caller is cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,265 @@
+"""The loopback server: HTTP on the running event loop, for the SDKs of the agents that run here.
+
+Invariants: nothing but `/health` answers without the secret of an open session; a session's secret opens that session
+alone; a client that goes away takes its request with it; every answer, errors included, has the shape of the wire that
+asked. A request never makes the server read a file or open a connection.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiohttp import web
+
+from .anthropic_messages import AnthropicMessages
+from .chat_completions import ChatCompletions
+from .errors import WireError
+from .exchange import Completion, Event, Parsed, Respondent, Wire
+from .json import decode_fields, encode
+from .responses import Responses
+from .session import Identity, Session
+
+MAX_BODY = 32 * 2**20
+"""Bytes of the largest request body by default."""
+BODY_TIMEOUT = 60.0
+"""Seconds that a body may take to arrive."""
+KEEP_ALIVE = 10.0
+"""Seconds after which a stream that waits for its reply is told that it is alive, again and again."""
+SHUTDOWN_TIMEOUT = 2.0
+"""Seconds that answers under way get when the server closes."""
+
+_CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
+_WIRES: dict[str, Wire] = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": _RESPONSES,
+    "/v1/messages": _MESSAGES,
+}
+_COUNT = "/v1/messages/count_tokens"
+
+
+class LoopbackServer:
+    """Serves sessions. Use it as an async context manager, on one event loop.
+
+    Args:
+        host: address to bind; 127.0.0.1 keeps it on this machine. For containers, bind what they reach, and say with
+            `public_url` how they reach it.
+        port: 0 takes a free one.
+        public_url: what clients are told, such as "http://host.docker.internal:8000"; by default made of host and port.
+        model: the name that /v1/models lists.
+        timeout: seconds for one answer; None for no end.
+        max_body: bytes of the largest request body.
+    """
+
+    threads: ThreadPoolExecutor
+    """Where long texts are encoded; no agent ever runs there."""
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None, model: str = "policy",
+        timeout: float | None = 600.0, max_body: int = MAX_BODY,
+    ) -> None:
+        self._host, self._port, self._public_url = host, port, public_url
+        self._model, self._timeout, self._max_body = model, timeout, max_body
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.ServerRunner | None = None
+        self.threads = ThreadPoolExecutor(2, "molt-gym-encode")
+
+    async def __aenter__(self) -> "LoopbackServer":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        # With cancellation, a client that goes away ends the wait for its reply, and with it the engine's work.
+        server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_TIMEOUT)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+        self._port = runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Close all sessions and stop listening. Idempotent."""
+        for session in list(self._sessions.values()):
+            session.close()
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+        self.threads.shutdown(wait=False)
+
+    @property
+    def url(self) -> str:
+        """Where it is reached. An Anthropic SDK takes this as its base URL, an OpenAI SDK `url + "/v1"`."""
+        if self._public_url is not None:
+            return self._public_url.rstrip("/")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def sessions(self) -> int:
+        """How many are open."""
+        return len(self._sessions)
+
+    def open(self, respondent: Respondent, *, max_turns: int | None = None, key: str | None = None) -> Session:
+        """A new session; close it when its rollout is over.
+
+        Args:
+            respondent: who answers.
+            max_turns: replies that it may get.
+            key: its secret; by default a fresh one, which is what you want.
+        """
+        key = key or f"sk-molt-{secrets.token_urlsafe(24)}"
+        if key in self._sessions:
+            raise ValueError("key: another open session has it; leave it out to get a fresh one")
+        session = Session(key, self.url, respondent, max_turns=max_turns, timeout=self._timeout, closed=self._forget)
+        self._sessions[key] = session
+        return session
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.key, None)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path.rstrip("/") or "/"
+        wire = _WIRES.get(path) or (_MESSAGES if path == _COUNT or "anthropic-version" in request.headers else _CHAT)
+        try:
+            if path == "/health":
+                return _json({"status": "ok"})
+            session = self._session(request)
+            if path in _WIRES and request.method == "POST":
+                return await self._complete(request, wire, session, path)
+            if path == _COUNT and request.method == "POST":
+                fields = decode_fields(await self._body(request))
+                call = _MESSAGES.parse_count(fields, session).call
+                return _json(_MESSAGES.count(await session.count(call)))
+            if path.startswith("/v1/models") and request.method == "GET":
+                return _json(self._models(path.removeprefix("/v1/models").lstrip("/"), wire is _MESSAGES))
+            raise _no_such_route(request.method, path)
+        except WireError as error:
+            return _error(wire, error)
+
+    def _session(self, request: web.BaseRequest) -> Session:
+        key = request.headers.get("x-api-key")
+        if key is None:
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            key = token.strip() if scheme.lower() == "bearer" else ""
+        session = self._sessions.get(key)
+        if session is None:
+            what = "is the secret of no open session; it may be over" if key else "is missing"
+            raise WireError("authentication", f"api key: {what}. Send the key that the agent was given, as a bearer "
+                            "token or as x-api-key", code="invalid_api_key")
+        return session
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        too_large = WireError("too_large", f"body: has more than {self._max_body} bytes; send less, or raise max_body",
+                              code="request_too_large")
+        if (request.content_length or 0) > self._max_body:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                async for part in request.content.iter_any():
+                    size += len(part)
+                    if size > self._max_body:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            raise WireError("invalid_request", f"body: did not arrive within {BODY_TIMEOUT:g} s") from None
+        return b"".join(parts)
+
+    async def _complete(self, request: web.BaseRequest, wire: Wire, session: Session, path: str) -> web.StreamResponse:
+        body = await self._body(request)
+        identity = Identity(
+            hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest(), _attempt(request),
+            request.headers.get("Idempotency-Key"))
+        parsed = wire.parse(decode_fields(body), session)
+        work = session.complete(parsed.call, identity)
+        if parsed.stream:
+            return await self._stream(request, wire, session, parsed, work)
+        completion = await work
+        return _json(wire.reply(parsed, completion, session), _headers(completion))
+
+    async def _stream(
+        self, request: web.BaseRequest, wire: Wire, session: Session, parsed: Parsed, work: Awaitable[Completion]
+    ) -> web.StreamResponse:
+        task = asyncio.ensure_future(work)
+        response: web.StreamResponse | None = None
+        try:
+            while not (await asyncio.wait([task], timeout=KEEP_ALIVE))[0]:
+                response = response or await _begin_stream(request, {})
+                await response.write(b": the policy is at it\n\n")
+            try:
+                completion = task.result()
+            except WireError as error:
+                if response is None:
+                    raise
+                await response.write(b"".join(map(_sse, wire.error_events(error))))
+            else:
+                events = b"".join(map(_sse, wire.events(parsed, completion, session)))
+                response = response or await _begin_stream(request, _headers(completion))
+                await response.write(events)
+        finally:
+            task.cancel()
+        await response.write_eof()
+        return response
+
+    def _models(self, name: str, anthropic: bool) -> dict[str, Any]:
+        if name not in ("", self._model):
+            raise WireError("not_found", f"model {name!r}: there is one, {self._model!r}", code="model_not_found")
+        if anthropic:
+            entry = {"type": "model", "id": self._model, "display_name": self._model,
+                     "created_at": "1970-01-01T00:00:00Z"}
+            page = {"data": [entry], "has_more": False, "first_id": self._model, "last_id": self._model}
+        else:
+            entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "molt-gym"}
+            page = {"object": "list", "data": [entry]}
+        return entry if name else page
+
+
+def _attempt(request: web.BaseRequest) -> int | None:
+    text = request.headers.get("x-stainless-retry-count")
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def _headers(completion: Completion) -> dict[str, str]:
+    names = {name for reply in completion.replies for name in reply.ignored}
+    return {"x-molt-gym-ignored": ", ".join(sorted(names))} if names else {}
+
+
+def _json(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
+    return web.Response(body=encode(value), status=status, headers=headers, content_type="application/json")
+
+
+def _error(wire: Wire, error: WireError) -> web.Response:
+    return _json(wire.error(error), {"x-should-retry": "true" if error.retry else "false"}, error.status)
+
+
+async def _begin_stream(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=kind | headers)
+    await response.prepare(request)
+    return response
+
+
+def _sse(event: Event) -> bytes:
+    name, data = event
+    text = data.encode() if isinstance(data, str) else encode(data)
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % text
+
+
+def _no_such_route(method: str, path: str) -> WireError:
+    routes = ", ".join(f"POST {route}" for route in (*_WIRES, _COUNT))
+    return WireError("not_found", f"{method} {path}: no such route; there are {routes}, GET /v1/models, GET /health",
+                     code="unknown_url")
