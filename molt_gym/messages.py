@@ -3,21 +3,29 @@
 A message is a plain dict: `role`, `content` (a string, a list of parts, or None), and for assistants
 `reasoning_content` and `tool_calls`, whose arguments are a JSON *string*, as on the wire. Any string of any code points
 is legal text. Validation says where a message is wrong; `canonical` irons out the spellings that mean the same.
+
+Messages and tools that a conversation repeats with every request can be interned: what makes two of them the same is
+then worked out once.
 """
 
 import copy
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from reprlib import repr as _show
 from typing import Any
 
 __all__ = [
     "ROLES",
     "Conversation",
+    "InternedMessage",
+    "InternedTools",
     "Message",
     "arguments_of",
     "canonical",
+    "digest_of",
+    "digest_of_tools",
     "same_message",
     "text_of",
     "validate_conversation",
@@ -28,6 +36,80 @@ Message = dict[str, Any]
 Conversation = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_NOTHING = (None, "", [], {})
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
+_strict_sorted_json = json.JSONEncoder(sort_keys=True, allow_nan=False).encode
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError(f"{type(self).__name__}: is shared and cannot be changed; change a copy of it")
+
+
+class InternedMessage(dict[str, Any]):
+    """A message that nobody changes, which remembers its digest. What it holds must not be changed either.
+
+    Copies of it, also pickled ones, are plain dicts.
+    """
+
+    __slots__ = ("_digest",)
+    _digest: bytes
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore
+
+    def __copy__(self) -> Message:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Message:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class InternedTools(list[dict[str, Any]]):
+    """Tool schemas that nobody changes, as `InternedMessage`. Copies of it are plain lists."""
+
+    __slots__ = ("_digest",)
+    _digest: bytes
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = clear = extend = _refuse  # type: ignore
+    insert = pop = remove = reverse = sort = _refuse  # type: ignore
+
+    def __copy__(self) -> list[dict[str, Any]]:
+        return list(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[dict[str, Any]]:
+        return copy.deepcopy(list(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def digest_of(message: Mapping[str, Any]) -> bytes:
+    """16 bytes (BLAKE2b) that messages of the same meaning have in common, and no others."""
+    if type(message) is not InternedMessage:
+        return _digest(_canonical(message))
+    try:
+        return message._digest
+    except AttributeError:
+        message._digest = _digest(_canonical(message))
+        return message._digest
+
+
+def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """16 bytes (BLAKE2b) that equal lists of tool schemas have in common, and no others."""
+    if type(tools) is not InternedTools:
+        return _digest(list(tools))
+    try:
+        return tools._digest
+    except AttributeError:
+        tools._digest = _digest(tools)
+        return tools._digest
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(_sorted_json(value).encode(), digest_size=16).digest()
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -58,7 +140,12 @@ def canonical(message: Mapping[str, Any]) -> Message:
     Content that is None, absent, "" or [] becomes ""; a single text part becomes its text; the arguments of a tool call
     become JSON text with sorted keys (raw text that is no JSON object is kept); other fields without a value go.
     """
-    clean = {key: copy.deepcopy(value) for key, value in message.items() if value not in (None, "", [], {})}
+    return {key: _copied(value) for key, value in _canonical(message).items()}
+
+
+def _canonical(message: Mapping[str, Any]) -> Message:
+    """`canonical`, which may share what it holds with the message."""
+    clean = {key: value for key, value in message.items() if value not in _NOTHING}
     content = clean.get("content", "")
     if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
         content = content[0].get("text") or ""
@@ -68,11 +155,15 @@ def canonical(message: Mapping[str, Any]) -> Message:
     return clean
 
 
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, str) else copy.deepcopy(value)
+
+
 def _canonical_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = arguments_of(call)
     if not isinstance(arguments, str):
         try:
-            arguments = json.dumps(arguments, sort_keys=True, allow_nan=False)
+            arguments = _strict_sorted_json(arguments)
         except (ValueError, RecursionError):
             arguments = call["function"]["arguments"]
     function = {"name": call["function"].get("name"), "arguments": arguments}
@@ -81,7 +172,7 @@ def _canonical_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def same_message(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two messages mean the same, in whichever of the wire's spellings each of them is."""
-    return canonical(a) == canonical(b)
+    return _canonical(a) == _canonical(b)
 
 
 def validate_message(message: Any, where: str = "message") -> None:

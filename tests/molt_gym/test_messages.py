@@ -1,13 +1,18 @@
 import copy
 import json
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_gym.messages import (
+    InternedMessage,
+    InternedTools,
     arguments_of,
     canonical,
+    digest_of,
+    digest_of_tools,
     same_message,
     text_of,
     validate_conversation,
@@ -167,3 +172,80 @@ def test_data_nested_too_deep_is_refused_and_does_not_crash():
         deep = [deep]
     with pytest.raises(ValueError, match="holds a value that JSON has not"):
         validate_message({"role": "user", "content": "", "extra": deep})
+
+
+@given(
+    st.fixed_dictionaries(
+        {"role": st.just("user"), "content": st.text() | st.lists(st.fixed_dictionaries({"type": st.just("text")}))},
+        optional={"name": json_values, "extra": json_values},
+    ),
+    st.text(max_size=3),
+)
+def test_digests_are_equal_where_the_canonical_forms_are(message, suffix):
+    assert digest_of(message) == digest_of(canonical(message)) == digest_of(InternedMessage(message))
+    assert len(digest_of(message)) == 16
+    for other in (message | {"content": suffix}, message | {"name": suffix}):
+        written = [json.dumps(canonical(each), sort_keys=True) for each in (message, other)]
+        assert (digest_of(message) == digest_of(other)) is (written[0] == written[1])
+
+
+def test_the_digest_of_an_interned_message_is_computed_once(monkeypatch):
+    message, tools = InternedMessage(calling('{"a": 1}')), InternedTools([{"type": "function"}])
+    first = digest_of(message), digest_of_tools(tools)
+    assert first == (digest_of(calling('{"a":1}', content=None)), digest_of_tools(({"type": "function"},)))
+    monkeypatch.setattr("molt_gym.messages._digest", None)
+    assert (digest_of(message), digest_of_tools(tools)) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.update(content=""),
+        lambda m: m.__setitem__("content", ""),
+        lambda m: m.__delitem__("content"),
+        lambda m: m.pop("content"),
+        lambda m: m.popitem(),
+        lambda m: m.clear(),
+        lambda m: m.setdefault("name", "x"),
+        lambda m: m.__ior__({"content": ""}),
+    ],
+)
+def test_an_interned_message_cannot_be_changed(change):
+    message = InternedMessage(role="user", content="hi")
+    with pytest.raises(TypeError, match="InternedMessage: is shared"):
+        change(message)
+    assert message == {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.append({}),
+        lambda t: t.extend([{}]),
+        lambda t: t.insert(0, {}),
+        lambda t: t.__setitem__(0, {}),
+        lambda t: t.__delitem__(0),
+        lambda t: t.__iadd__([{}]),
+        lambda t: t.__imul__(2),
+        lambda t: t.pop(),
+        lambda t: t.remove({"name": "f"}),
+        lambda t: t.clear(),
+        lambda t: t.reverse(),
+        lambda t: t.sort(key=str),
+    ],
+)
+def test_interned_tools_cannot_be_changed(change):
+    tools = InternedTools([{"name": "f"}])
+    with pytest.raises(TypeError, match="InternedTools: is shared"):
+        change(tools)
+    assert tools == [{"name": "f"}]
+
+
+@pytest.mark.parametrize("shared", [InternedMessage(role="user", content=["hi"]), InternedTools([{"name": ["f"]}])])
+def test_copies_of_what_is_interned_are_plain(shared):
+    plain = type(shared).__base__
+    copies = [copy.copy(shared), shared.copy(), copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))]
+    assert [type(each) for each in copies] == [plain] * 4 and copies == [shared] * 4
+    deep = copies[2]["content"] if plain is dict else copies[2][0]["name"]
+    deep.append("more")
+    assert copies[0] == shared and json.loads(json.dumps(shared)) == shared
