@@ -3,22 +3,26 @@
 Invariants: the path from the root to a node, concatenated, is exactly what the engine was given and returned. A turn is
 recorded by `commit` alone, after its generation succeeded and was checked. A sampled id is trained in exactly one row,
 however many branches go on from it.
+
+A conversation that was seen is a path in a trie, from its tools by the digests of its messages. With interned messages
+a known history costs one look-up each.
 """
 
 import copy
-import hashlib
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
-from ..messages import Message, canonical
+from ..messages import InternedTools, Message, digest_of, digest_of_tools
 from .generation import Generation
 from .renderer import Renderer
 from .trajectory import UNSAMPLED_VERSION, Row
 
 Tools = Sequence[Mapping[str, Any]]
+
+_TIPS = 16
 
 
 @dataclass(frozen=True)
@@ -31,22 +35,35 @@ class Prompt:
         rewritten, so some or all of it had to be rendered again.
     """
 
-    ids: list[int]
+    ids: tuple[int, ...]
     parent: int | None
-    context: list[int]
+    context: tuple[int, ...]
     kind: Literal["root", "extend", "fork"]
     messages: list[Message]
-    tools: list[Mapping[str, Any]]
-    fingerprint: bytes = field(repr=False)
+    tools: Tools
+    place: "_Place" = field(repr=False)
     """Of `tools` and `messages` as they were when the prompt was made."""
 
 
 @dataclass(frozen=True)
+class _Place:
+    """A conversation in the trie: the last point of it that was there, and the digests that lead on from it.
+
+    point: None where not even the tools were known.
+    """
+
+    tools: bytes
+    point: int | None
+    rest: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class _Node:
-    """Context (no generation), or what was sampled after it."""
+    """Context (no generation), or what was sampled after it. `end`: how many ids its path has."""
 
     parent: int | None
-    ids: list[int]
+    ids: Sequence[int]
+    end: int
     generation: Generation | None = None
 
 
@@ -72,11 +89,15 @@ class TokenGraph:
         self._renderer = renderer
         self._keep = history == "keep"
         self._nodes: list[_Node] = []
-        self._contexts: dict[int | None, list[int]] = {}
-        self._conversations: dict[bytes, int] = {}
-        self._prompts: set[bytes] = set()
+        self._contexts: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self._tips: dict[int, tuple[int, ...]] = {}
+        self._roots: dict[bytes, int] = {}
+        self._edges: dict[tuple[int, bytes], int] = {}
+        self._points = 0
+        self._conversations: dict[int, int] = {}
+        self._prompts: set[int] = set()
         self._replies: dict[int, Message] = {}
-        self._reply_prints: set[bytes] = set()
+        self._reply_digests: set[bytes] = set()
         self._keys: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -89,24 +110,25 @@ class TokenGraph:
         Raises:
             ValueError: as `Renderer.render`.
         """
-        messages, tools = list(messages), list(tools)
-        prints = _fingerprints(messages, tools)
+        messages, tools = list(messages), tools if type(tools) is InternedTools else list(tools)
+        place, points, digests = self._find(messages, tools)
         forked = False
         for length in range(len(messages), 0, -1):
-            parent = self._conversations.get(prints[length])
+            point = points[length] if length < len(points) else None
+            parent = None if point is None else self._conversations.get(point)
             if parent is not None:
                 before, reply, new = messages[: length - 1], messages[length - 1], messages[length:]
                 sampled = self._nodes[parent].ids
                 context = self._renderer.extend(before, reply, new, tools, sampled, keep=self._keep)
                 if context is not None:
-                    ids = self.path(parent) + context
+                    ids = self._path(parent) + tuple(context)
                     kind = "fork" if forked else "extend"
-                    return Prompt(ids, parent, context, kind, messages, tools, prints[-1])
+                    return Prompt(ids, parent, tuple(context), kind, messages, tools, place)
             # A recorded prompt, or a recorded reply, that it goes on from, but not as it was recorded.
-            forked = forked or length < len(messages) and prints[length] in self._prompts
-            forked = forked or _fingerprint(b"", messages[length - 1]) in self._reply_prints
-        context = self._renderer.render(messages, tools)
-        return Prompt(list(context), None, context, "fork" if forked else "root", messages, tools, prints[-1])
+            forked = forked or length < len(messages) and point in self._prompts
+            forked = forked or digests[length - 1] in self._reply_digests
+        ids = tuple(self._renderer.render(messages, tools))
+        return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)
 
     def commit(self, prompt: Prompt, generation: Generation, reply: Message, key: str | None = None) -> int:
         """Records a turn and returns its node.
@@ -128,15 +150,19 @@ class TokenGraph:
                 raise ValueError(f"key: {key!r} is recorded already; answer the request from the record")
             if prompt.parent is not None and prompt.parent not in self._replies:
                 raise ValueError(f"prompt.parent: {prompt.parent} is no turn of this graph")
-            if prompt.ids != (self.path(prompt.parent) if prompt.parent is not None else []) + prompt.context:
+            start = self._nodes[prompt.parent].end if prompt.parent is not None else 0
+            if len(prompt.ids) != start + len(prompt.context) or prompt.ids[start:] != prompt.context:
                 raise ValueError("prompt.ids: were changed after prepare(); give the engine and commit() what it made")
             known = len(self._nodes)
-            context = self._context(prompt.parent, prompt.context)
-            node = self._add(_Node(context, generation.ids, generation))
+            context = self._context(prompt.parent, prompt.context, len(prompt.ids))
+            node = self._add(_Node(context, generation.ids, len(prompt.ids) + len(generation.ids), generation))
+            self._remember(node, prompt.parent, prompt.ids + tuple(generation.ids))
             self._replies[node] = copy.deepcopy(reply)
-            self._prompts.add(prompt.fingerprint)
-            self._reply_prints.add(_fingerprint(b"", reply))
-            self._conversations[_fingerprint(prompt.fingerprint, reply)] = node
+            digest = digest_of(reply)
+            point = self._insert(prompt.place)
+            self._prompts.add(point)
+            self._reply_digests.add(digest)
+            self._conversations[self._step(point, digest)] = node
             self.turns += 1
             self.forks += prompt.kind == "fork" and context >= known
             if key is not None:
@@ -153,10 +179,7 @@ class TokenGraph:
 
     def path(self, node: int) -> list[int]:
         """All ids from the root to the end of the node: what the engine was given and returned."""
-        ids: list[int] = []
-        for part in self._line(node):
-            ids += self._nodes[part].ids
-        return ids
+        return list(self._path(node))
 
     def rows(self) -> list[Row]:
         """One row a leaf, in the order of their turns. What leaves share is trained in the first of them."""
@@ -188,31 +211,58 @@ class TokenGraph:
             node = self._nodes[node].parent
         return line[::-1]
 
-    def _context(self, parent: int | None, ids: list[int]) -> int:
+    def _context(self, parent: int | None, ids: tuple[int, ...], end: int) -> int:
         """The context node of these ids under a parent: samples of one prompt share it."""
-        for sibling in self._contexts.get(parent, ()):
-            if self._nodes[sibling].ids == ids:
-                return sibling
-        node = self._add(_Node(parent, list(ids)))
-        self._contexts.setdefault(parent, []).append(node)
-        return node
+        known = self._contexts.get((parent, ids))
+        if known is None:
+            known = self._contexts[parent, ids] = self._add(_Node(parent, ids, end))
+        return known
 
     def _add(self, node: _Node) -> int:
         self._nodes.append(node)
         return len(self._nodes) - 1
 
+    def _path(self, node: int) -> tuple[int, ...]:
+        known = self._tips.get(node)
+        return known if known is not None else tuple(chain.from_iterable(self._nodes[i].ids for i in self._line(node)))
 
-def _fingerprints(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Of the tools alone, then with one more message each."""
-    prints = [_digest(b"", tools)]
-    for message in messages:
-        prints.append(_fingerprint(prints[-1], message))
-    return prints
+    def _remember(self, node: int, parent: int | None, path: tuple[int, ...]) -> None:
+        """Keeps the path of a turn at hand that will likely be gone on from; of the latest few, for they are long."""
+        self._tips.pop(parent, None)
+        self._tips[node] = path
+        if len(self._tips) > _TIPS:
+            del self._tips[next(iter(self._tips))]
 
+    def _find(self, messages: Sequence[Message], tools: Tools) -> tuple[_Place, list[int], list[bytes]]:
+        """The place of a conversation, the points of its known beginnings from none on, the digests of all messages."""
+        root = digest_of_tools(tools)
+        digests = [digest_of(message) for message in messages]
+        point = self._roots.get(root)
+        if point is None:
+            return _Place(root, None, tuple(digests)), [], digests
+        points, edges = [point], self._edges
+        for digest in digests:
+            point = edges.get((point, digest))
+            if point is None:
+                break
+            points.append(point)
+        return _Place(root, points[-1], tuple(digests[len(points) - 1 :])), points, digests
 
-def _fingerprint(before: bytes, message: Message) -> bytes:
-    return _digest(before, canonical(message))
+    def _insert(self, place: _Place) -> int:
+        """The point of a conversation, which is put into the trie where it was not there."""
+        point = place.point
+        if point is None and (point := self._roots.get(place.tools)) is None:
+            point = self._roots[place.tools] = self._new_point()
+        for digest in place.rest:
+            point = self._step(point, digest)
+        return point
 
+    def _step(self, point: int, digest: bytes) -> int:
+        following = self._edges.get((point, digest))
+        if following is None:
+            following = self._edges[point, digest] = self._new_point()
+        return following
 
-def _digest(before: bytes, value: Any) -> bytes:
-    return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+    def _new_point(self) -> int:
+        self._points += 1
+        return self._points

@@ -1,12 +1,14 @@
 """Who answers in a rollout: the policy that is trained, token by token, or any other policy, in messages."""
 
-from dataclasses import replace
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, Protocol
 
+from molt_gym.errors import PromptTooLong
 from molt_gym.messages import Conversation, Message
 from molt_gym.policy import Policy
-from molt_gym.spaces import AssistantMessageSpace
-from molt_gym.tokens import Renderer, Sampling, TokenGraph, Trajectory
+from molt_gym.server.exchange import Call, Respondent
+from molt_gym.server.respond import PolicyRespondent, Rules, TokenRespondent
+from molt_gym.tokens import Generation, Renderer, Sampling, Trajectory
 
 from .engine import Request
 from .gate import Gate
@@ -14,7 +16,10 @@ from .ticket import Ticket
 
 
 class Seat(Protocol):
-    """Answers one rollout's observations."""
+    """Answers one rollout: its observations one by one, or all that its agent asks."""
+
+    respondent: Respondent
+    """For the requests of an agent."""
 
     async def reply(self, conversation: Conversation) -> Message | None:
         """The assistant message; None where the conversation has grown so long that there is no room for one.
@@ -30,52 +35,63 @@ class Seat(Protocol):
 
 
 class TokenSeat:
-    """Renders, samples, parses, and records token for token what the engine received and returned."""
+    """Renders, samples, parses, and records token for token what the engine received and returned.
+
+    Seeds depend on the ticket, the attempt and the number of the sample in its rollout; a request's own seed, if it has
+    one, takes the place of that number.
+    """
+
+    respondent: TokenRespondent
 
     def __init__(
-        self, renderer: Renderer, history: str, sampling: Sampling, max_context: int, ticket: Ticket, attempt: int,
-        gate: Gate,
+        self, renderer: Renderer, history: Literal["keep", "rerender"], sampling: Sampling, max_context: int,
+        ticket: Ticket, attempt: int, gate: Gate, threads: ThreadPoolExecutor | None = None,
     ) -> None:
-        self._renderer, self._sampling, self._max_context = renderer, sampling, max_context
         self._ticket, self._attempt, self._gate = ticket, attempt, gate
-        self._graph = TokenGraph(renderer, history=history)
-        self._cut = False
+        rules = Rules(sampling, max_context, seed=self._seed)
+        self.respondent = TokenRespondent(renderer, self._generate, rules, history=history, threads=threads)
 
     async def reply(self, conversation: Conversation) -> Message | None:
         """The engine's reply, parsed."""
-        graph, ticket = self._graph, self._ticket
-        messages, tools = conversation["messages"], conversation["tools"]
-        prompt = graph.prepare(messages, tools)
-        if graph.turns and len(prompt.ids) >= self._max_context:
-            return None
-        sampling = replace(self._sampling, seed=ticket.derive(self._attempt, graph.turns))
-        key = (ticket.group, ticket.rollout, self._attempt, graph.turns)
-        generation = await self._gate.generate(Request(prompt.ids, sampling, key))
-        self._cut = generation.finish_reason == "length"
-        reply = self._renderer.parse(generation.ids, messages, tools, stop=sampling.stop)
-        graph.commit(prompt, generation, reply)
-        return reply
+        try:
+            replies = await self.respondent.answer(Call(conversation["messages"], conversation["tools"]))
+        except PromptTooLong:
+            if self.respondent.graph.turns:
+                return None
+            raise
+        return replies[0].message
 
     def record(self, trajectory: Trajectory) -> None:
-        """Rows, turns and forks; whether the last reply was cut."""
-        graph = self._graph
+        """Rows, turns, forks and tool calls; whether the last reply was cut."""
+        respondent, graph = self.respondent, self.respondent.graph
         trajectory.rows, trajectory.turns, trajectory.forks = graph.rows(), graph.turns, graph.forks
-        trajectory.length_limited = trajectory.length_limited or self._cut
+        trajectory.tool_calls, trajectory.malformed_calls = respondent.tool_calls, respondent.malformed_calls
+        trajectory.tools_offered = respondent.tools_offered
+        trajectory.length_limited = trajectory.length_limited or respondent.cut
+
+    def _seed(self, number: int, seed: int | None, sample: int) -> int:
+        if seed is None:
+            return self._ticket.derive(self._attempt, number)
+        return self._ticket.derive(self._attempt, sample, abs(seed), int(seed < 0))
+
+    async def _generate(self, ids: list[int], sampling: Sampling, number: int) -> Generation:
+        key = (self._ticket.group, self._ticket.rollout, self._attempt, number)
+        return await self._gate.generate(Request(ids, sampling, key))
 
 
 class PolicySeat:
     """Any policy; there are no tokens to record."""
 
+    respondent: PolicyRespondent
+
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._turns, self._space = policy, 0, AssistantMessageSpace()
+        self.respondent = PolicyRespondent(policy)
 
     async def reply(self, conversation: Conversation) -> Message:
         """The policy's reply."""
-        message = await self._policy.reply(conversation["messages"], conversation["tools"])
-        self._space.validate(message)
-        self._turns += 1
-        return message
+        replies = await self.respondent.answer(Call(conversation["messages"], conversation["tools"]))
+        return replies[0].message
 
     def record(self, trajectory: Trajectory) -> None:
         """The turns."""
-        trajectory.turns = self._turns
+        trajectory.turns = self.respondent.turns

@@ -1,8 +1,10 @@
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 
+from molt_gym.messages import InternedMessage, InternedTools
 from molt_gym.tokens import Generation, TokenGraph
 
 OK = {"role": "user", "content": "ok"}
@@ -22,7 +24,7 @@ class Session:
     def ask(self, messages, sampled, finish_reason="stop", *, tools=(), key=None, stop=()) -> list[dict]:
         """The conversation with the reply."""
         self.prompt = self.graph.prepare(messages, tools)
-        generation = self.engine.generate(self.prompt.ids, sampled, finish_reason)
+        generation = self.engine.generate(list(self.prompt.ids), sampled, finish_reason)
         reply = self.renderer.parse(sampled, messages, tools, stop=stop)
         self.node = self.graph.commit(self.prompt, generation, reply, key)
         assert self.graph.path(self.node) == self.engine.received[-1] + sampled
@@ -237,9 +239,10 @@ def test_a_generation_that_does_not_hold_together_is_not_recorded(session, field
     assert (session.graph.turns, session.graph.rows(), session.graph.recorded("key")) == (0, [], None)
 
 
-def test_a_prompt_that_was_changed_after_it_was_made_is_refused(session):
+@pytest.mark.parametrize("change", [lambda ids: ids[1:], lambda ids: (*ids[:-1], 0)])
+def test_a_prompt_that_was_changed_after_it_was_made_is_refused(session, change):
     prompt = session.graph.prepare([OK])
-    prompt.ids.pop(0)
+    prompt = replace(prompt, ids=change(prompt.ids))
     with pytest.raises(ValueError, match=r"prompt\.ids"):
         session.graph.commit(prompt, Generation([266], [-0.5], [0], "stop"), {"role": "assistant", "content": "ok"})
 
@@ -258,6 +261,27 @@ def test_messages_changed_after_the_prompt_was_made_do_not_change_the_record(ses
     reply = {"role": "assistant", "content": "ok"}
     session.graph.commit(prompt, Generation([266, END], [-0.5] * 2, [0, 0], "stop"), reply)
     assert session.graph.prepare([OK, reply, OK]).kind == "extend"
+
+
+def test_interned_messages_and_plain_ones_are_the_same_conversation(session):
+    talk = session.ask([OK], [266, END])
+    session.ask([*map(InternedMessage, talk), OK], [266, END], tools=InternedTools())
+    assert session.prompt.kind == "extend"
+    edited = [*map(InternedMessage, talk[:-1]), InternedMessage(talk[-1] | {"content": "other"}), OK]
+    session.ask(edited, [266, END])
+    assert session.prompt.kind == "fork"
+
+
+def test_the_path_of_every_turn_stays_known_whatever_goes_on_from_it(session):
+    talk, nodes = [OK], []
+    for _ in range(20):
+        talk = [*session.ask(talk, [266, END]), OK]
+        nodes.append((session.node, session.graph.path(session.node)))
+    for _ in range(20):
+        session.ask([OK], [262, END])
+    assert all(session.graph.path(node) == path for node, path in nodes)
+    session.ask(talk[:5], [266, END])
+    assert session.graph.path(session.node)[: len(nodes[1][1])] == nodes[1][1]
 
 
 def test_turns_can_be_recorded_from_many_threads(session, new_engine):
