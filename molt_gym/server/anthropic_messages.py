@@ -1,0 +1,166 @@
+"""The Anthropic Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
+
+Invariants: a message and its stream say the same; a reply that comes back in a later request is read as the message
+that was recorded, so that the conversation goes on from the sampled ids.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ..messages import Message, text_of
+from .anthropic_messages_request import INVALID_JSON, input_of, parse_request
+from .errors import Kind, WireError
+from .exchange import Completion, Event, Memory, Parsed, Reply
+
+ERROR_TYPES: dict[Kind, str] = {
+    "invalid_request": "invalid_request_error",
+    "authentication": "authentication_error",
+    "not_found": "not_found_error",
+    "closed": "not_found_error",
+    "too_large": "request_too_large",
+    "unsupported": "invalid_request_error",
+    "rate_limit": "rate_limit_error",
+    "internal": "api_error",
+    "unavailable": "overloaded_error",
+}
+
+SIGNATURE = "unsigned"
+"""Of thinking blocks; it is not checked. Not empty, as some clients send back only thinking that is signed."""
+
+_PIECES = 4
+"""Deltas in which a block is streamed, at most."""
+
+
+class AnthropicMessages:
+    """Anthropic Messages, as a `Wire`.
+
+    How a body is read:
+        - The text blocks of `system`, of a message or of a tool result are joined with nothing between them. Leading
+          lines `x-anthropic-billing-header: ...` of system texts are dropped: they change with every request.
+        - A user message with tool results becomes several messages in its order, of the roles tool and user.
+        - The blocks of an assistant message become one message: all thinking, all text, all tool calls.
+        - The text of a tool result with `is_error` gets "Error: " in front, unless it begins with that word.
+        - `input` of a tool call is null or "" for no arguments. `{"INVALID_JSON": text}` stands, here and in replies,
+          for arguments that are no JSON object.
+        - `top_k` 0 says nothing.
+
+    Refused: a last message of the assistant (except for counting); `tool_choice` any and tool;
+    `disable_parallel_tool_use` with tools; `output_format`, `output_config.format`; `container`, `mcp_servers`; tools
+    of the provider; images that would have to be fetched; blocks other than text, image, tool_use, tool_result and
+    thinking, such as document, search_result and those of server tools.
+
+    Without effect: `thinking`, `output_config.effort`, `cache_control`, `context_management`, `metadata`,
+    `service_tier`, `speed`, betas, redacted_thinking, signatures, citations, image `transformations`, and of tools
+    `strict`, `input_examples`, `defer_loading`, `allowed_callers`; unknown fields.
+    """
+
+    def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> Parsed:
+        """See `Wire.parse`."""
+        return parse_request(fields, memory)
+
+    def reply(self, parsed: Parsed, completion: Completion, memory: Memory) -> dict[str, Any]:
+        """A message. `input_tokens` leaves out those of `cache_read_input_tokens`; their sum is the prompt.
+
+        A reply without tool calls always has a text block, be it an empty one.
+        """
+        reply = completion.replies[0]
+        stop_reason = _stop_reason(reply)
+        return {
+            "id": f"msg_{completion.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": parsed.call.model,
+            "content": list(_blocks(reply.message)),
+            "stop_reason": stop_reason,
+            "stop_sequence": reply.stop if stop_reason == "stop_sequence" else None,
+            "usage": {
+                "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": reply.cached_tokens,
+                "output_tokens": reply.completion_tokens,
+                "output_tokens_details": {"thinking_tokens": reply.reasoning_tokens},
+            },
+        }
+
+    def events(self, parsed: Parsed, completion: Completion, memory: Memory) -> Iterator[Event]:
+        """The events of a message, in the order of the API."""
+        message = self.reply(parsed, completion, memory)
+        usage = {**message["usage"], "output_tokens": 0, "output_tokens_details": None}
+        start = {**message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=start)
+        for index, block in enumerate(message["content"]):
+            first, deltas = _streamed(block)
+            yield _event("content_block_start", index=index, content_block=first)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=end, usage=message["usage"])
+        yield _event("message_stop")
+
+    def error(self, error: WireError) -> dict[str, Any]:
+        """An error. Its text begins as the API's does where a conversation is too long, which agents look for."""
+        too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+        return {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": too_long + error.message}}
+
+    def error_events(self, error: WireError) -> Iterator[Event]:
+        """One event of the name error."""
+        yield "error", self.error(error)
+
+    def parse_count(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> Parsed:
+        """As `parse`, for a body of `count_tokens`: `max_tokens` may be missing, the last message the assistant's."""
+        return parse_request(fields, memory, counting=True)
+
+    def count(self, tokens: int) -> dict[str, int]:
+        """The answer: how many tokens the prompt has, with the header of the next reply."""
+        return {"input_tokens": tokens}
+
+
+def _stop_reason(reply: Reply) -> str:
+    if reply.finish_reason == "length":
+        return "max_tokens"
+    if reply.finish_reason == "tool_calls":
+        return "tool_use"
+    return "end_turn" if reply.stop is None else "stop_sequence"
+
+
+def _blocks(message: Message) -> Iterator[dict[str, Any]]:
+    text, calls = text_of(message), message.get("tool_calls") or ()
+    if reasoning := message.get("reasoning_content"):
+        yield {"type": "thinking", "thinking": reasoning, "signature": SIGNATURE}
+    if text or not calls:
+        yield {"type": "text", "text": text}
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        value = input_of(arguments)
+        yield {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": name,
+            "input": {INVALID_JSON: arguments} if value is None else value,
+        }
+
+
+def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as it begins, and the deltas that fill it."""
+    if block["type"] == "text":
+        deltas = [{"type": "text_delta", "text": piece} for piece in _pieces(block["text"])]
+        return {**block, "text": ""}, deltas
+    if block["type"] == "thinking":
+        deltas = [{"type": "thinking_delta", "thinking": piece} for piece in _pieces(block["thinking"])]
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
+    pieces = _pieces(json.dumps(block["input"], ensure_ascii=False))
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces]
+
+
+def _pieces(text: str) -> list[str]:
+    size = max(1, -(-len(text) // _PIECES))
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def _event(name: str, **data: Any) -> Event:
+    return name, {"type": name, **data}
