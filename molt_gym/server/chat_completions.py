@@ -61,6 +61,7 @@ MAX_PIECES = 64
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _IMAGE = re.compile(r"data:image/[\w.+-]+;base64,(?=.)", re.IGNORECASE)
 _FUNCTION_FIELDS = (("description", str, "string"), ("parameters", dict, "JSON schema"), ("strict", bool, "boolean"))
+_CHECKED = frozenset({dict, list, float})
 _INT64 = 2**63
 _ERROR_TYPES: dict[Kind, str] = {"rate_limit": "requests", "unavailable": "server_error", "internal": "server_error"}
 _ERROR_CODES: dict[Kind, str] = {"authentication": "invalid_api_key", "rate_limit": "rate_limit_exceeded"}
@@ -238,14 +239,14 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": schema}
 
 
-def _check_json(value: Any, where: str) -> None:
+def _check_json(value: dict[str, Any], where: str) -> None:
     """Refuses what cannot be written again: numbers that overflow, and nesting that exhausts the stack."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        inner = (v.values() if isinstance(v, dict) else v if isinstance(v, list) else () for v in level)
-        level = [item for items in inner for item in items]
-        if math.inf in level or -math.inf in level:
+        items = [item for v in level for item in (v.values() if type(v) is dict else v) if type(item) in _CHECKED]
+        if any(math.isinf(item) for item in items if type(item) is float):
             raise invalid(where, "holds a number that is too large; write it as a string")
+        level = [item for item in items if type(item) is not float]
         if not level:
             return
     raise invalid(where, f"is nested deeper than {MAX_DEPTH} levels; flatten it")
