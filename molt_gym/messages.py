@@ -26,7 +26,9 @@ __all__ = [
     "canonical",
     "digest_of",
     "digest_of_tools",
+    "has_digest",
     "same_message",
+    "text_length",
     "text_of",
     "validate_conversation",
     "validate_message",
@@ -95,6 +97,17 @@ def digest_of(message: Mapping[str, Any]) -> bytes:
     except AttributeError:
         message._digest = _digest(_canonical(message))
         return message._digest
+
+
+def has_digest(message: Mapping[str, Any]) -> bool:
+    """Whether the message remembers its digest, having been asked for it before."""
+    return type(message) is InternedMessage and hasattr(message, "_digest")
+
+
+def text_length(message: Mapping[str, Any]) -> int:
+    """About how many characters of text a message holds, tool calls and reasoning included."""
+    calls = sum(len(call["function"].get("arguments") or "") for call in message.get("tool_calls") or ())
+    return len(text_of(message)) + len(message.get("reasoning_content") or "") + calls
 
 
 def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from ..messages import InternedTools, Message, digest_of, digest_of_tools
+from ..messages import InternedTools, Message, digest_of, digest_of_tools, has_digest, text_length
 from .generation import Generation
 from .renderer import Renderer
 from .trajectory import UNSAMPLED_VERSION, Row
@@ -23,6 +23,7 @@ from .trajectory import UNSAMPLED_VERSION, Row
 Tools = Sequence[Mapping[str, Any]]
 
 _TIPS = 16
+_LONG_TEXT = 4000
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,18 @@ class TokenGraph:
             forked = forked or digests[length - 1] in self._reply_digests
         ids = tuple(self._renderer.render(messages, tools))
         return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)
+
+    def unseen_text(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+        """About how many characters `prepare` would have to encode; cheap, so that a caller can choose where it runs.
+
+        What follows the longest recorded conversation counts, even if the template will want it all written anew.
+        """
+        new = sum(text_length(message) for message in messages if not has_digest(message))
+        if new > _LONG_TEXT:
+            return new
+        _, points, _ = self._find(messages, tools)
+        known = next((n for n in range(len(points) - 1, 0, -1) if points[n] in self._conversations), 0)
+        return sum(map(text_length, messages[known:]))
 
     def commit(self, prompt: Prompt, generation: Generation, reply: Message, key: str | None = None) -> int:
         """Records a turn and returns its node.

@@ -48,7 +48,11 @@ class Failure:
 
 @dataclass
 class Trajectory:
-    """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows."""
+    """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows.
+
+    tools_offered: turns in which tools could have been called. malformed_calls: replies that began a call which could not
+    be read.
+    """
 
     env: str
     index: int
@@ -63,6 +67,9 @@ class Trajectory:
     truncated: bool = False
     length_limited: bool = False
     forks: int = 0
+    tools_offered: int = 0
+    tool_calls: int = 0
+    malformed_calls: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
