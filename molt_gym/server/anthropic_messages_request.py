@@ -224,8 +224,10 @@ def _image_url(source: dict[str, Any], where: str) -> str:
     kind = source.get("type")
     if kind == "url" and (url := _string(source, "url", where)).startswith("data:"):
         return url
-    if kind != "base64":
+    if kind in ("url", "file"):
         raise unsupported(where, f"{_show(source)} would have to be fetched; write {{'type': 'base64', ...}}")
+    if kind != "base64":
+        raise invalid(f"{where}.type", f"{_show(kind)}; write 'base64'")
     media_type, data = _string(source, "media_type", where), _string(source, "data", where)
     if media_type not in _IMAGES:
         raise invalid(f"{where}.media_type", f"{_show(media_type)}; write one of {', '.join(_IMAGES)}")
