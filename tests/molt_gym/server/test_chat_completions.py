@@ -402,8 +402,8 @@ GOOD = {
     ],
     "tools": [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}, "strict": True}}],
     "tool_choice": "auto", "parallel_tool_calls": True, "n": 2, "stop": ["a"], "seed": 1, "temperature": 1,
-    "top_p": 0.5, "top_k": 5, "max_tokens": 5, "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 0, "logit_bias": {},
-    "response_format": {"type": "text"}, "stream": True, "stream_options": {"include_usage": True}, "functions": [],
+    "top_p": 0.5, "top_k": 5, "max_tokens": 5, "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 0,
+    "logit_bias": {}, "response_format": {"type": "text"}, "stream": True, "stream_options": {"include_usage": True},
 }  # fmt: skip
 
 
