@@ -10,13 +10,18 @@ Added tokens that are mere vocabulary (words, white space) are no markers and wo
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Tokenizer, models, pre_tokenizers
 
 _PRIVATE_USE = range(0xE000, 0xF900)
+_PRIVATE_ESCAPE = re.compile(r"\\u([eE][\da-fA-F]{3}|[fF][0-8][\da-fA-F]{2})")
 _CACHED_PIECE = 2000
+_CACHED_TEXT = 20_000
+
+# From this length on, text is encoded as a batch: `encode` holds the interpreter's lock, `encode_batch` does not.
+_LONG = 10_000
 
 # Templates compare tool schemas with these words, so they reach the template as they are.
 _SCHEMA_WORDS = frozenset(
@@ -45,6 +50,7 @@ class Markers:
         self._control = frozenset(self._text_of) - {unknown}
         self._spell_first, self._spell = _speller(backend, first=True), _speller(backend, first=False)
         self._cached_piece = functools.lru_cache(maxsize=4096)(self._encode_piece)
+        self._cached_spans = functools.lru_cache(maxsize=256)(self._find_spans)
 
     def encode(self, text: str, shield: "Shield", *, at_start: bool = True) -> list[int]:
         """Ids of rendered text. `at_start` False: the text continues a sequence."""
@@ -60,6 +66,10 @@ class Markers:
             position = end
         return ids
 
+    def spans(self, text: str, *, special_only: bool = False) -> Sequence[tuple[int, int]]:
+        """Where markers, or those flagged special, are spelled out."""
+        return (self._cached_spans if len(text) < _CACHED_TEXT else self._find_spans)(text, special_only)
+
     def segments(self, ids: Sequence[int]) -> Iterator[tuple[bool, str]]:
         """The text of ids, cut at control ids: (whether it is one, text). Bytes that are no UTF-8 become U+FFFD."""
         run: list[int] = []
@@ -74,8 +84,12 @@ class Markers:
         if run:
             yield False, self._backend.decode(run, skip_special_tokens=False)
 
+    def _find_spans(self, text: str, special_only: bool) -> Sequence[tuple[int, int]]:
+        markers = self.special if special_only else self.all
+        return [(start, end) for _, start, end in markers.find(text)]
+
     def _encode_piece(self, text: str, first: bool) -> tuple[int, ...]:
-        encoding = (self._spell_first if first else self._spell).encode(text, add_special_tokens=False)
+        encoding = _encoded(self._spell_first if first else self._spell, text)
         ids = encoding.ids
         if self._control.isdisjoint(ids):
             return tuple(ids)
@@ -86,13 +100,13 @@ class Markers:
 
 
 class Shield:
-    """The private-use stand-ins of one request; `data` is everything they must not occur in."""
+    """The private-use stand-ins of one request; `data` and `reserved` are everything they must not occur in."""
 
-    def __init__(self, markers: Markers, *data: Any) -> None:
+    def __init__(self, markers: Markers, *data: Any, reserved: Container[str] = ()) -> None:
         self._markers = markers
-        self._free = _unused(data)
+        self._free = _unused(data, reserved)
         self._stand_ins: dict[str, str] = {}
-        self._table: dict[int, str] = {}
+        self._table: dict[str, str] = {}
 
     def sentinel(self) -> str:
         """A character that occurs nowhere else."""
@@ -103,12 +117,13 @@ class Shield:
     def text(self, text: str, *, special_only: bool = False) -> str:
         """Text in which nothing is, or could become, a marker. `special_only`: leave those not flagged special."""
         markers = self._markers.special if special_only else self._markers.all
-        text = self._replace(_without_lone_surrogates(text), markers.spans)
-        return self._replace(text, markers.dangling)
+        text = _without_lone_surrogates(text)
+        text = self._replace(text, self._markers.spans(text, special_only=special_only))
+        return self._replace(text, markers.dangling(text))
 
     def whole(self, text: str) -> str:
         """Text in which no marker is spelled out."""
-        return self._replace(text, self._markers.all.spans)
+        return self._replace(text, self._markers.spans(text))
 
     def value(self, value: Any) -> Any:
         """A copy of a JSON value with all its strings and keys shielded."""
@@ -128,23 +143,24 @@ class Shield:
             return [self.lift(item) for item in value]
         if not isinstance(value, str):
             return value
-        value = value.translate(self._table)
-        if "\\u" in value:
-            for code, raw in self._table.items():
-                value = value.replace(f"\\u{code:04x}", raw)
+        escaped = "\\u" in value
+        for character, raw in self._table.items():
+            value = value.replace(character, raw)
+            if escaped:
+                value = value.replace(f"\\u{ord(character):04x}", raw)
         return value
 
-    def _replace(self, text: str, find: Callable[[str], Iterable[tuple[int, int]]]) -> str:
+    def _replace(self, text: str, spans: Iterable[tuple[int, int]]) -> str:
         parts, position = [], 0
-        for start, end in find(text):
+        for start, end in spans:
             parts += [text[position:start], self._stand_in(text[start:end])]
             position = end
-        return "".join([*parts, text[position:]])
+        return "".join([*parts, text[position:]]) if parts else text
 
     def _stand_in(self, raw: str) -> str:
         if raw not in self._stand_ins:
             self._stand_ins[raw] = character = self.sentinel()
-            self._table[ord(character)] = raw
+            self._table[character] = raw
         return self._stand_ins[raw]
 
 
@@ -164,7 +180,7 @@ class _Scanner:
         """(id, start, end) of every added token in the text."""
         if self._firsts is not None and not any(first in text for first in self._firsts):
             return []
-        encoding = self._scanner.encode(text, add_special_tokens=False)
+        encoding = _encoded(self._scanner, text)
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [(self._ids[i], start, end) for i, (start, end) in found if i in self._ids]
 
@@ -180,10 +196,6 @@ class _MarkerSet(_Scanner):
         self._suffixes = {text[k:] for text in texts for k in range(1, len(text))}
         self._joined = "\0".join(texts)
 
-    def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where markers are spelled out."""
-        return ((start, end) for _, start, end in self.find(text))
-
     def dangling(self, text: str) -> Iterator[tuple[int, int]]:
         """Spans of one character to shield so that no neighbour of the text can complete a marker with it."""
         core = text.strip()
@@ -198,6 +210,12 @@ class _MarkerSet(_Scanner):
             start += 1
         if start < end and any(core[-size:] in self._prefixes for size in sizes):
             yield end - 1, end
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+    if len(text) < _LONG:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _speller(backend: Tokenizer, *, first: bool) -> Tokenizer:
@@ -218,13 +236,21 @@ def _unprefixed(step: Any) -> Any:
     return step
 
 
-def _unused(data: Any) -> Iterator[str]:
-    # ascii() shows a character and its JSON escape spelled out in text alike, so both are avoided.
-    used = ascii(data)
-    yield from (chr(code) for code in _PRIVATE_USE if f"\\u{code:04x}" not in used)
+def private_use(data: Any) -> frozenset[str]:
+    """The private-use characters in data, also those that are spelled as JSON escapes."""
+    # ascii() shows a character and its JSON escape spelled out in text alike.
+    return frozenset(chr(int(code, 16)) for code in _PRIVATE_ESCAPE.findall(ascii(data)))
+
+
+def _unused(data: Any, reserved: Container[str]) -> Iterator[str]:
+    used = private_use(data)
+    yield from (free for free in map(chr, _PRIVATE_USE) if free not in used and free not in reserved)
 
 
 def _without_lone_surrogates(text: str) -> str:
-    if text.isascii():
+    try:
+        text.encode()
         return text
+    except UnicodeEncodeError:
+        pass
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

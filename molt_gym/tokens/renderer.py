@@ -5,22 +5,25 @@ the policy sampled are never encoded again; what is appended to them was checked
 there.
 """
 
+import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..messages import Message, text_of
-from .markers import Markers, Shield
+from ..messages import InternedTools, Message, digest_of_tools, text_of
+from .markers import Markers, Shield, private_use
 from .parsing import END_THINK, parse_reply
-from .template import QUESTION, ChatTemplate, ChatTemplateError, ending_in
+from .template import ChatTemplate, ChatTemplateError, ending_in
+from .window import QUESTION, probes, window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Tools = Sequence[Mapping[str, Any]]
 
+_KNOWN_TOOLS = 256
 _ODD_TEXT = "Compute  1234 + 5.6\n\n\tdéjà vu 😀 (hello), don't!"
 
 
@@ -54,6 +57,7 @@ class Renderer:
             )
         self._markers = Markers(tokenizer.backend_tokenizer)
         self._template = ChatTemplate(tokenizer, self._markers, chat_template, template_kwargs or {})
+        self._easy_tools: dict[bytes, bool] = {}
         self._check_encoding(tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys([*_configured_stops(tokenizer), *self._ends_of_turn()]))
 
@@ -70,9 +74,11 @@ class Renderer:
             raise ValueError("messages: there are none; give at least one")
         if tools and not self._template.style.tools:
             warnings.warn(f"chat template of {self._template.name}: drops tools; describe them in text", stacklevel=2)
-        shield = self._template.shield(messages, tools)
+        easy = self._easy(tools)
+        shield = self._template.shield(messages, () if easy else tools)
         prepared = self._template.prepare(messages, shield)
-        text = self._template.write(prepared, shield.value(tools), header=add_generation_prompt)
+        schemas = tools if easy else shield.value(tools)
+        text = self._template.write(prepared, schemas, header=add_generation_prompt)
         return self._markers.encode(text, shield)
 
     def extend(
@@ -97,13 +103,30 @@ class Renderer:
         Returns:
             Ids, or None where the template would write the history differently.
         """
+        shorter = window(messages, reply, new_messages, self._template.source)
+        history = messages if shorter is None or not self._local else shorter
+        return self._extend(history, reply, new_messages, tools, sampled_ids, keep=keep, place=len(messages))
+
+    def _extend(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        new_messages: Sequence[Message],
+        tools: Tools,
+        sampled_ids: Sequence[int],
+        *,
+        keep: bool,
+        place: int,
+    ) -> list[int] | None:
+        """`extend` by what the template does with `messages`. `place`: of the reply in the conversation, for errors."""
         template = self._template
-        shield = template.shield(messages, reply, new_messages, tools)
+        easy = self._easy(tools)
+        shield = template.shield(messages, reply, new_messages, () if easy else tools)
         sentinel = shield.sentinel()
-        schemas, calls = shield.value(tools), bool(reply.get("tool_calls"))
+        schemas, calls = tools if easy else shield.value(tools), bool(reply.get("tool_calls"))
         before = template.prepare(messages, shield)
-        new = template.prepare(new_messages, shield, first=len(messages) + 1)
-        end = template.prepare([ending_in(sentinel, reply)], shield, first=len(messages))
+        new = template.prepare(new_messages, shield, first=place + 1)
+        end = template.prepare([ending_in(sentinel, reply)], shield, first=place)
         try:
             tail = template.after_reply(sentinel, before + end, new, schemas, calls=calls)
             if tail is None or not self._appends(before, reply, new, schemas, tail, sampled_ids, shield):
@@ -174,6 +197,40 @@ class Renderer:
         block = bool(reasoning) or self._closes_block(sampled_ids)
         changed = self._template.style.thinks and block != (END_THINK in middle)
         return not changed and reasoning.strip() in middle and content.strip() in middle
+
+    @functools.cached_property
+    def _local(self) -> bool:
+        """Whether a window on a conversation shows what the template does with the whole."""
+        for messages, reply, new, tools in probes():
+            tools = tools if self._template.style.tools else ()
+            shorter = window(messages, reply, new, self._template.source)
+            if shorter is None or not self._writes(messages, tools):
+                continue
+            whole, part = (
+                self._extend(history, reply, new, tools, (), keep=False, place=0) for history in (messages, shorter)
+            )
+            if whole != part:
+                return False
+        return True
+
+    def _writes(self, messages: Sequence[Message], tools: Tools) -> bool:
+        try:
+            self._template.write(self._template.prepare(messages, self._template.shield(messages)), tools, header=True)
+        except ChatTemplateError:
+            return False
+        return True
+
+    def _easy(self, tools: Tools) -> bool:
+        """Whether there is nothing to shield in the tools."""
+        if type(tools) is not InternedTools:
+            return not tools
+        digest = digest_of_tools(tools)
+        if (easy := self._easy_tools.get(digest)) is None:
+            easy = not private_use(tools) and self._template.shield(tools).value(tools) == tools
+            if len(self._easy_tools) >= _KNOWN_TOOLS:
+                self._easy_tools.clear()
+            self._easy_tools[digest] = easy
+        return easy
 
     def _closes_block(self, ids: Sequence[int]) -> bool:
         marker = self._markers.ids.get(END_THINK)

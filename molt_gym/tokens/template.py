@@ -13,13 +13,12 @@ from jinja2 import TemplateError
 
 from ..errors import ConfigError
 from ..messages import ROLES, Message, arguments_of, text_of
-from .markers import Markers, Shield
+from .markers import Markers, Shield, private_use
 from .parsing import END_THINK, THINK, join_reasoning, join_tool_call
+from .window import QUESTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-QUESTION: Message = {"role": "user", "content": "?"}
 
 
 class ChatTemplateError(ValueError):
@@ -66,14 +65,15 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._markers = markers
         self._template = template
-        self._source = str(template or tokenizer.chat_template)
+        self.source = str(template or tokenizer.chat_template)
         self._variables = dict(variables)
-        self.style = Style(developer="developer" in self._source, thinks=END_THINK in self._source)
+        self._reserved = private_use((self.source, self._variables))
+        self.style = Style(developer="developer" in self.source, thinks=END_THINK in self.source)
         self.style = self._probe()
 
     def shield(self, *data: Any) -> Shield:
         """A shield for a request that is made of `data`."""
-        return Shield(self._markers, data, self._source, self._variables)
+        return Shield(self._markers, data, reserved=self._reserved)
 
     def prepare(self, messages: Sequence[Message], shield: Shield, *, first: int = 0) -> list[Message]:
         """Messages as the template wants them, shielded. `first`: the place of the first of them, for errors.

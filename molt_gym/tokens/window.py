@@ -1,0 +1,111 @@
+"""The part of a conversation that decides how a chat template goes on after a reply.
+
+Most templates write a message by itself, its neighbours, and whether a user message or a final answer comes later. For
+these a window on the end of a conversation shows all that the whole of it would. Invariant: a window is used only with
+a template that passed a probe, conversations of many shapes written both ways.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..messages import Message, text_of
+
+QUESTION: Message = {"role": "user", "content": "?"}
+_ANSWER: Message = {"role": "assistant", "content": "!"}
+_TAG = re.compile(r"\s*(<[^\s>]+)")
+_LEADING = ("system", "developer")
+
+Extension = tuple[list[Message], Message, list[Message], list[Mapping[str, Any]]]
+"""Messages, the reply to them, new messages, tools."""
+
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": []},
+    },
+}
+
+
+def window(messages: Sequence[Message], reply: Message, new: Sequence[Message], source: str) -> list[Message] | None:
+    """What may stand for `messages`; None where nothing shorter may.
+
+    A short window is right while a loop of tool calls goes on. Else the reply or what is new may be the later message
+    that changes how a template writes what came since the last answered question, so all of that is in the window.
+
+    Args:
+        source: of the template. A user message that begins with a tag which it mentions may be no question to it.
+    """
+    first = next((place for place, message in enumerate(messages) if message["role"] not in _LEADING), len(messages))
+    looping = reply.get("tool_calls") and new and all(message["role"] == "tool" for message in new)
+    start = len(messages) - 1
+    if looping:
+        while start > first and messages[start]["role"] == "tool":
+            start -= 1
+    else:
+        while start > first and not _opens(messages, start, source):
+            start -= 1
+    role = messages[start]["role"] if start > first + 2 else None
+    if role == "user":
+        return [*messages[:first], QUESTION, _ANSWER, *messages[start:]]
+    if role == "assistant":
+        return [*messages[:first], QUESTION, *messages[start:]]
+    return None
+
+
+def _opens(messages: Sequence[Message], place: int, source: str) -> bool:
+    """Whether a message is a question that comes after an answer."""
+    message, before = messages[place], messages[place - 1]
+    if message["role"] != "user" or before["role"] != "assistant" or before.get("tool_calls"):
+        return False
+    tag = _TAG.match(text_of(message))
+    return tag is None or tag[1] not in source
+
+
+def probes() -> Iterator[Extension]:
+    """Extensions of conversations of many shapes, for which a window is shorter than the whole."""
+    draw = random.Random(0)
+    for number in range(24):
+        yield from _cut(_conversation(draw, exchanges=3 + number % 4, plain=number % 3 == 0), draw, number)
+    yield from _cut(_conversation(draw, exchanges=30, plain=False), draw, 3)
+    yield from _cut(_conversation(draw, exchanges=30, plain=True), draw, 0)
+
+
+def _cut(conversation: list[Message], draw: random.Random, number: int) -> Iterator[Extension]:
+    lead = [{"role": "system", "content": f"s{number}"}] if number % 2 else []
+    tools = [dict(TOOL)] if number % 4 > 1 else []
+    replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant" and place > 3]
+    for place in draw.sample(replies, min(2, len(replies))):
+        end = place + 1
+        while end < len(conversation) and conversation[end]["role"] != "assistant":
+            end += 1
+        extra = [{"role": "system", "content": "late"}] if number % 8 == 7 else []
+        yield [*lead, *conversation[:place]], conversation[place], [*extra, *conversation[place + 1 : end]], tools
+
+
+def _conversation(draw: random.Random, *, exchanges: int, plain: bool) -> list[Message]:
+    """`plain`: questions and answers in turn, without reasoning."""
+    messages: list[Message] = []
+    for number in range(exchanges):
+        tagged = not plain and number > 1 and draw.random() < 0.15
+        question = f"<tool_response>\nu{number}\n</tool_response>" if tagged else f"u{number}"
+        messages.append({"role": "user", "content": question})
+        for _ in range(0 if plain else draw.choice((0, 0, 1, 2))):
+            calls = [_call(f"call{len(messages):04d}{index}") for index in range(draw.choice((1, 1, 2)))]
+            messages.append({**_assistant(draw, draw.choice(("", "a")), plain), "tool_calls": calls})
+            messages += [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "t"} for call in calls]
+        if plain or not messages[-1]["role"] == "tool" or draw.random() < 0.8:
+            messages.append(_assistant(draw, f"a{number}", plain))
+    return [*messages, {"role": "user", "content": "last"}]
+
+
+def _assistant(draw: random.Random, content: str, plain: bool) -> Message:
+    message = {"role": "assistant", "content": content}
+    return message if plain or draw.random() < 0.5 else message | {"reasoning_content": f"r{draw.randrange(9)}"}
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
