@@ -7,18 +7,18 @@ deadline of the run.
 
 import copy
 import queue
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from gymnasium.error import ResetNeeded
 
 from ..errors import EnvFailure
 from ..messages import Conversation, Message, text_of
 from ..server.exchange import Call, Reply
 from ..task_env import TaskEnv
-from .agent import AgentLike, ChatAgent, Result, load_agent
+from .agent import AgentLike, Result, load_agent
 from .background import Question, QueueRespondent, background
-from .run import AgentRun, agent_rng
+from .run import AgentRun, AgentSession, agent_rng
 
 __all__ = ["AgentEnv"]
 
@@ -66,8 +66,7 @@ class AgentEnv(TaskEnv):
         """
         self._end()
         self._choose(seed, options)
-        max_turns = self.spec.max_episode_steps if self.spec is not None else None
-        self._episode = _Episode(self.agent, self._index, agent_rng(self.np_random), self.run_timeout, max_turns)
+        self._episode = _Episode(self._launch)
         result = self._proceed()
         if result is not None:
             raise EnvFailure("agent", f"{self._name}: the agent ended with {result} before its first request; it has "
@@ -101,6 +100,31 @@ class AgentEnv(TaskEnv):
         terminated = result is not None and not truncated
         return self._observe("step", self._tools), reward, terminated, truncated, self._info()
 
+    def launch(self, session: AgentSession, *, index: int, seed: int | None = None) -> AgentRun:
+        """Starts the agent on task `index`, as `reset` does, to be answered by whoever opened the session.
+
+        Its requests are no observations, and the run is none of this env's: cancel it yourself.
+
+        Raises:
+            ValueError: the index is out of range.
+        """
+        self._end()
+        self._choose(seed, {"index": index})
+        max_turns = self.spec.max_episode_steps if self.spec is not None else None
+        return AgentRun(self.agent, session, index=self._index, rng=agent_rng(self.np_random), max_turns=max_turns,
+                        timeout=self.run_timeout)
+
+    def launch(self, session: AgentSession, *, seed: int, index: int) -> AgentRun:
+        """Starts the agent by itself: its requests go to a session of a server of yours, and ending it is up to you.
+
+        Args:
+            session: its requests' key and server.
+            seed, index: as for `reset`, and with the same effect.
+        """
+        self._end()
+        self._choose(seed, {"index": index})
+        return self._launch(session)
+
     def close(self) -> None:
         """Ends the agent, if one is running."""
         self._over = True
@@ -112,11 +136,16 @@ class AgentEnv(TaskEnv):
         if self._episode is not None:
             self._episode.stop()
 
+    def _launch(self, session: AgentSession) -> AgentRun:
+        max_turns = self.spec.max_episode_steps if self.spec is not None else None
+        return AgentRun(self.agent, session, index=self._index, rng=agent_rng(self.np_random), max_turns=max_turns,
+                        timeout=self.run_timeout)
+
     def _proceed(self) -> Result | None:
         """Waits for the next request, or for the result."""
         try:
             call = self._episode.next()
-            self._reported = self._episode.run.context._so_far()
+            self._reported = self._episode.run.so_far()
             result = self._episode.run.future.result(timeout=0) if call is None else None
         except BaseException as error:
             self._end()
@@ -144,14 +173,12 @@ class AgentEnv(TaskEnv):
 class _Episode:
     """One run, and the requests that wait for their reply."""
 
-    def __init__(
-        self, agent: ChatAgent, index: int, rng: np.random.Generator, timeout: float, max_turns: int | None
-    ) -> None:
+    def __init__(self, launch: Callable[[AgentSession], AgentRun]) -> None:
         inbox: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._inbox = inbox
         self._question: Question | None = None
         self._session = background().open(QueueRespondent(inbox.put))
-        self.run = AgentRun(agent, self._session, index=index, rng=rng, timeout=timeout, max_turns=max_turns)
+        self.run = launch(self._session)
         self.run.future.add_done_callback(lambda _: inbox.put(None))
 
     def next(self) -> Call | None:

@@ -74,13 +74,34 @@ class AgentRun:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Ends the run: the future fails at once, an async agent is cancelled, and a program is killed.
+        """Ends the run at once: an async agent is cancelled, and a program is killed.
 
-        A sync agent cannot be stopped: close the session, and its next request is refused; its thread ends when it
-        does. Idempotent, and without effect on a run that has ended.
+        The future fails, or holds what was reported so far, truncated, if all turns were used up. A sync agent cannot
+        be stopped: close the session, and its next request is refused; its thread ends when it does. Idempotent, and
+        without effect on a run that has ended.
         """
-        self._settle(EnvFailure("cancelled", f"the run of {self._agent} was cancelled"))
+        outcome: Result | EnvFailure = EnvFailure("cancelled", f"the run of {self._agent} was cancelled")
+        if self._session.over.is_set():
+            try:
+                outcome = self.so_far(truncated=True)
+            except EnvFailure as failure:
+                outcome = failure
+        self._settle(outcome)
         self.context._cancel()
+
+    def so_far(self, *, truncated: bool = False) -> Result:
+        """What the agent has reported.
+
+        Raises:
+            EnvFailure: reason "reward": some of it was no finite number.
+        """
+        reported = self.context._so_far()
+        reported.truncated = reported.truncated or truncated
+        return reported
+
+    def so_far(self) -> Result:
+        """What the agent has reported until now."""
+        return self.context._so_far()
 
     def join(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for the thread; whether it has ended."""
@@ -118,9 +139,7 @@ class AgentRun:
             returned = Result(truncated=True)
         self._check_session()
         self.context.report(reward=returned.reward, score=returned.score, info=returned.info)
-        result = self.context._so_far()
-        result.truncated = bool(result.truncated or returned.truncated or self._limited)
-        return result
+        return self.so_far(truncated=returned.truncated or self._limited)
 
     @property
     def _limited(self) -> bool:
