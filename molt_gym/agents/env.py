@@ -110,19 +110,6 @@ class AgentEnv(TaskEnv):
         """
         self._end()
         self._choose(seed, {"index": index})
-        max_turns = self.spec.max_episode_steps if self.spec is not None else None
-        return AgentRun(self.agent, session, index=self._index, rng=agent_rng(self.np_random), max_turns=max_turns,
-                        timeout=self.run_timeout)
-
-    def launch(self, session: AgentSession, *, seed: int, index: int) -> AgentRun:
-        """Starts the agent by itself: its requests go to a session of a server of yours, and ending it is up to you.
-
-        Args:
-            session: its requests' key and server.
-            seed, index: as for `reset`, and with the same effect.
-        """
-        self._end()
-        self._choose(seed, {"index": index})
         return self._launch(session)
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class AgentRun:
         self.context._cancel()
 
     def so_far(self, *, truncated: bool = False) -> Result:
-        """What the agent has reported.
+        """What the agent has reported until now.
 
         Raises:
             EnvFailure: reason "reward": some of it was no finite number.
@@ -98,10 +98,6 @@ class AgentRun:
         reported = self.context._so_far()
         reported.truncated = reported.truncated or truncated
         return reported
-
-    def so_far(self) -> Result:
-        """What the agent has reported until now."""
-        return self.context._so_far()
 
     def join(self, timeout: float) -> bool:
         """Waits up to `timeout` seconds for the thread; whether it has ended."""
