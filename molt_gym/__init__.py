@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium as _gym
 
+from .agents import AgentContext, AgentEnv, ChatAgent, CommandAgent, Result, register_agent
 from .env import ChatEnv, Turn
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed, UnknownEnv
 from .messages import text_of
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
     from .trainers.api import EvalResult, TrainResult
 
 __all__ = [
+    "AgentContext",
+    "AgentEnv",
     "AssistantMessage",
+    "ChatAgent",
     "ChatEnv",
+    "CommandAgent",
     "ConfigError",
     "Conversation",
     "EnvFailure",
@@ -38,6 +43,7 @@ __all__ = [
     "NotAChatEnv",
     "Policy",
     "PromptTooLong",
+    "Result",
     "RunFailed",
     "Turn",
     "UnknownEnv",
@@ -46,6 +52,7 @@ __all__ = [
     "list_envs",
     "make",
     "register",
+    "register_agent",
     "rollout",
     "text_of",
     "train",

@@ -95,7 +95,7 @@ async def _train(
         actor = LocalActor(ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
         stack.callback(actor.close)
         runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
-        stack.callback(runner.close)
+        stack.push_async_callback(runner.aclose)
         pool = Pool(runner, tasks, plan, seed=config.seed)
         stack.push_async_callback(pool.close)
         loop = Loop(config, sampler, actor, pool, run_dir, progress)
@@ -128,11 +128,15 @@ def evaluate(
             settings, resolved = configure(env, model, config, given, progress, default=default)
         return run(_with_sampler(resolved, settings, lambda sampler: sampler.evaluate()))
     settings = _load(env, None, config, given, preset=default)
-    runner = policy_runner(as_policy(model), env_maker(settings, held_out=True), settings)
-    try:
-        return run(evaluate_with(runner, settings))
-    finally:
-        runner.close()
+
+    async def score() -> EvalResult:
+        runner = policy_runner(as_policy(model), env_maker(settings, held_out=True), settings)
+        try:
+            return await evaluate_with(runner, settings)
+        finally:
+            await runner.aclose()
+
+    return run(score())
 
 
 def rollout(
@@ -154,7 +158,7 @@ def rollout(
             return (await pool.next_batch(0)).played
         finally:
             await pool.close()
-            runner.close()
+            await runner.aclose()
 
     if policy is None or isinstance(policy, str | os.PathLike):
         with make_progress() as progress:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
+from molt_gym.agents import AgentEnv, find_agent
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Trajectory
 
@@ -98,8 +99,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def held_out_kwargs(spec: EnvSpec) -> dict[str, Any]:
-    """`split="test"` where the env's constructor takes `split`, else nothing."""
-    return dict(HELD_OUT) if "split" in inspect.signature(env_class(spec)).parameters else {}
+    """`split="test"` where the env's constructor, or its agent's, takes `split`, else nothing."""
+    made_by = player_class(spec)
+    return dict(HELD_OUT) if callable(made_by) and "split" in inspect.signature(made_by).parameters else {}
+
+
+def player_class(spec: EnvSpec) -> Any:
+    """What decides the tasks: the class or function that makes the env or, if it is an agent's, the agent."""
+    made_by = env_class(spec)
+    return find_agent(spec.kwargs["agent"]) if made_by is AgentEnv and "agent" in spec.kwargs else made_by
 
 
 def env_class(spec: EnvSpec) -> Any:

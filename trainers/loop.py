@@ -8,7 +8,7 @@ change; whatever ends the run early, the newest state is saved or the reason why
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class Loop:
     step: int = 0
     best: float | None = None
     exhausted: bool = False
+    _warned: bool = False
     whole: bool = True
     """Whether weights, step and metrics file agree, so that they can be saved."""
 
@@ -128,6 +129,14 @@ class Loop:
         self.run_dir.append_metrics(metrics)
         self.whole = True
         self.progress.step(metrics)
+        self._warn_of_unused_tools(metrics)
+
+    def _warn_of_unused_tools(self, metrics: Mapping[str, float]) -> None:
+        offered, malformed = metrics.get("rollout/tools_offered", 0), metrics.get("rollout/malformed_calls", 0)
+        if offered and not metrics["rollout/tool_calls_mean"] and not self._warned:
+            self._warned = True
+            self.progress.message(f"step {self.step}: tools were offered in {offered:g} turns and never called "
+                                  f"({malformed:g} malformed calls); does the model know them, and its chat template?")
 
     async def _send_weights(self) -> None:
         await self.engine.pause()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import gymnasium as gym
 import torch
 from transformers import AutoTokenizer
 
+from molt_gym.agents import AgentEnv
 from molt_gym.policy import Policy
 from molt_gym.registry import find_spec, make
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
 from .config import Config
-from .evaluate import EvalResult, env_class, evaluate, held_out_kwargs
+from .evaluate import EvalResult, env_class, evaluate, held_out_kwargs, player_class
 from .rollout.engine import RolloutEngine
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
@@ -38,6 +40,11 @@ class EnvMaker:
     def __call__(self) -> gym.Env:
         """A new env."""
         return make(self.env_id, **self.kwargs)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether they are agents, with loops of their own."""
+        return env_class(find_spec(self.env_id)) is AgentEnv
 
     def num_tasks(self) -> int | None:
         """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
@@ -65,7 +72,7 @@ def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
 
 def env_preset(env: str, model: str) -> dict[str, Any]:
     """What the env's class recommends for any model and for this one."""
-    presets = getattr(env_class(find_spec(env)), "presets", {})
+    presets = getattr(player_class(find_spec(env)), "presets", {})
     return merge(presets.get("", {}), presets.get(model, {}))
 
 
@@ -110,6 +117,7 @@ class Sampler:
         self._config, self._done = config, done
         self.renderer = load_renderer(path, config)
         name = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.dtype
+        self._threads = ThreadPoolExecutor(2, "molt-gym-encode")
         self.engine: RolloutEngine = TransformersEngine(
             path, self.renderer, dtype=pick_dtype(name), max_context=config.rollout.max_context,
             max_sequences=config.rollout.max_concurrency)
@@ -117,11 +125,13 @@ class Sampler:
     def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> Runner:
         """Plays with the engine; `ordered` makes the outcome a function of the seed (see `WaveGate`)."""
         rollout = self._config.rollout
-        gate: Gate = WaveGate(self.engine) if ordered else OpenGate(self.engine)
+        # Agents take their own time between two requests, so that no wave would ever be whole.
+        gate: Gate = WaveGate(self.engine) if ordered and not maker.is_agent else OpenGate(self.engine)
         sampling = Sampling(rollout.max_tokens, temperature, rollout.top_p, rollout.top_k)
 
         def seat(ticket: Ticket, attempt: int) -> TokenSeat:
-            return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate)
+            return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate,
+                             self._threads)
 
         return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done)
 
@@ -131,7 +141,7 @@ class Sampler:
         try:
             return await evaluate_with(runner, self._config)
         finally:
-            runner.close()
+            await runner.aclose()
             await self.engine.reset_prefix_cache()
 
 

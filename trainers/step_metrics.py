@@ -14,8 +14,11 @@ PASS_REWARD = 1.0
 
 
 def passes(trajectory: Trajectory) -> bool:
-    """Whether the rollout solved its task."""
-    return trajectory.reward is not None and trajectory.reward >= PASS_REWARD
+    """Whether the rollout solved its task: by the score in its info if there is one, else by its reward."""
+    if trajectory.reward is None:
+        return False
+    score = trajectory.info.get("score")
+    return (score if isinstance(score, int | float) else trajectory.reward) >= PASS_REWARD
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
@@ -42,6 +45,9 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
         "rollout/length_mean": sampled_tokens(ended) / len(ended),
         "rollout/turns_mean": fmean(trajectory.turns for trajectory in ended),
         "rollout/truncated": fmean(trajectory.truncated or trajectory.length_limited for trajectory in ended),
+        "rollout/tool_calls_mean": fmean(trajectory.tool_calls for trajectory in ended),
+        "rollout/malformed_calls": sum(trajectory.malformed_calls for trajectory in ended),
+        "rollout/tools_offered": sum(trajectory.tools_offered for trajectory in ended),
         "rollout/fork_rate": sum(trajectory.forks for trajectory in ended) / max(1, sum(t.turns for t in ended)),
         "staleness/mean": fmean(ages),
         "staleness/max": max(ages),

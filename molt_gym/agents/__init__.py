@@ -1,6 +1,6 @@
 """Agents: programs that talk to a model through a stock SDK, as Gymnasium envs."""
 
-from .agent import ChatAgent, Result, load_agent, register_agent
+from .agent import ChatAgent, Result, find_agent, load_agent, register_agent
 from .command import CommandAgent
 from .context import AgentContext
 from .env import AgentEnv
@@ -14,6 +14,7 @@ __all__ = [
     "CommandAgent",
     "Result",
     "agent_rng",
+    "find_agent",
     "load_agent",
     "register_agent",
 ]

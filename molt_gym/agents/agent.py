@@ -100,7 +100,7 @@ def load_agent(agent: AgentLike, **kwargs: Any) -> ChatAgent:
         ValueError, ModuleNotFoundError, AttributeError: the string names nothing.
         TypeError: it is no agent, or the arguments do not fit.
     """
-    found = _imported(agent) if isinstance(agent, str) else agent
+    found = find_agent(agent)
     name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__name__)
     if isinstance(found, ChatAgent):
         if kwargs:
@@ -115,6 +115,11 @@ def load_agent(agent: AgentLike, **kwargs: Any) -> ChatAgent:
     raise TypeError(
         f"agent {name!r} is {found!r:.200}; write a class that derives from molt_gym.ChatAgent, or a function run(ctx)"
     )
+
+
+def find_agent(agent: AgentLike) -> Any:
+    """The class, function or object that `load_agent` would make an agent of. Raises as it does."""
+    return _imported(agent) if isinstance(agent, str) else agent
 
 
 def register_agent(

@@ -19,6 +19,7 @@ from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
 from .errors import WireError, unsupported
 from .exchange import Call, Reply, Token
 
+
 def malformed_calls(message):  # TODO integration
     return 0
 
@@ -82,7 +83,7 @@ class TokenRespondent:
         prompt = await self._prepare(call)
         room = self._rules.max_context - len(prompt.ids)
         if room <= 0:
-            raise PromptTooLong(f"{len(prompt.ids)} tokens, where the context has {self._rules.max_context}")
+            raise self._too_long(f"{len(prompt.ids)} tokens")
         sampling, ignored = self._sampling(call, room)
         first, self._asked = self._asked, self._asked + call.n
         ids = list(prompt.ids)
@@ -108,8 +109,12 @@ class TokenRespondent:
     def _prepare_long(self, call: Call) -> Prompt:
         fewest = self._renderer.fewest_tokens(call.messages)
         if fewest >= self._rules.max_context:
-            raise PromptTooLong(f"at least {fewest} tokens, where the context has {self._rules.max_context}")
+            raise self._too_long(f"at least {fewest} tokens")
         return self.graph.prepare(call.messages, call.tools)
+
+    def _too_long(self, length: str) -> PromptTooLong:
+        return PromptTooLong(f"the prompt has {length}, which leaves no room for a reply in a context of "
+                             f"{self._rules.max_context} (rollout.max_context)")
 
     def _sampling(self, call: Call, room: int) -> tuple[Sampling, tuple[str, ...]]:
         run, asked = self._rules.sampling, call.options

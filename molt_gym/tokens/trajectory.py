@@ -50,8 +50,8 @@ class Failure:
 class Trajectory:
     """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows.
 
-    tools_offered: turns in which tools could have been called. malformed_calls: replies that began a call which could not
-    be read.
+    tools_offered: turns in which tools could have been called. malformed_calls: replies that began a call which could
+    not be read.
     """
 
     env: str

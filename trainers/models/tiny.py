@@ -18,11 +18,12 @@ from .cache import cached_folder, is_cached
 
 __all__ = ["tiny_model"]
 
-_RECIPE = 1  # to be raised whenever other weights or another tokenizer come out
+_RECIPE = 2  # to be raised whenever other weights or another tokenizer come out
 _STEPS = 300
 _SAMPLE = 256  # demonstrations that stand for all in the hash
 
 Conversations = Sequence[Sequence[Message]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 def tiny_model(env_id: str, env_kwargs: Mapping[str, Any], seed: int, say: Callable[[str], None]) -> Path:
@@ -36,17 +37,18 @@ def tiny_model(env_id: str, env_kwargs: Mapping[str, Any], seed: int, say: Calla
     count = _STEPS * BATCH
     env = make(env_id, **env_kwargs)
     try:
-        demonstrate = getattr(env.unwrapped, "demonstrations", None)
+        player = getattr(env.unwrapped, "agent", env.unwrapped)
+        demonstrate, tools = getattr(player, "demonstrations", None), getattr(player, "tools", ())
         if demonstrate is None:
             raise ConfigError(f"model: 'tiny' learns to talk from the environment's own demonstrations, and {env_id} "
                               "has no method demonstrations(count, seed) that returns a list of conversations; add it, "
                               "or choose another model, such as 'smollm2-135m' or a local folder")
-        name = _name(env_id, env_kwargs, seed, _checked(env_id, demonstrate(_SAMPLE, seed)))
+        name = _name(env_id, env_kwargs, seed, tools, _checked(env_id, demonstrate(_SAMPLE, seed)))
         if not is_cached(name):
             say(f"warm start of tiny: {_STEPS} steps on {count:,} demonstrations of {env_id}, once")
 
         def build(folder: Path) -> None:
-            _build(folder, _checked(env_id, demonstrate(count, seed)), seed)
+            _build(folder, _checked(env_id, demonstrate(count, seed)), tools, seed)
 
         return cached_folder(name, build)
     finally:
@@ -63,20 +65,20 @@ def _checked(env_id: str, conversations: Conversations) -> Conversations:
     return conversations
 
 
-def _name(env_id: str, env_kwargs: Mapping[str, Any], seed: int, sample: Conversations) -> str:
-    content = [_RECIPE, find_spec(env_id).id, env_kwargs, seed, sample]
+def _name(env_id: str, env_kwargs: Mapping[str, Any], seed: int, tools: Tools, sample: Conversations) -> str:
+    content = [_RECIPE, find_spec(env_id).id, env_kwargs, seed, tools, sample]
     text = json.dumps(content, sort_keys=True, default=repr)
     return f"tiny-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _build(folder: Path, conversations: Conversations, seed: int) -> None:
+def _build(folder: Path, conversations: Conversations, tools: Tools, seed: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from .tiny_tokenizer import VOCABULARY, encode_examples, train_tokenizer
     from .warm_start import train_on_examples
 
-    tokenizer = train_tokenizer(conversations)
+    tokenizer = train_tokenizer(conversations, tools)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=4096,
@@ -86,6 +88,6 @@ def _build(folder: Path, conversations: Conversations, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    train_on_examples(model, encode_examples(tokenizer, conversations))
+    train_on_examples(model, encode_examples(tokenizer, conversations, tools))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import gymnasium as gym
 
+from molt_gym.agents import AgentEnv
 from molt_gym.env import ChatEnv
 from molt_gym.threads import Worker
 
@@ -94,6 +95,6 @@ class EnvPool:
 
 def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:
     """The keywords for `reset` that play task `index`: chat envs take it as an option, others as the seed."""
-    if isinstance(env.unwrapped, ChatEnv):
+    if isinstance(env.unwrapped, ChatEnv | AgentEnv):
         return {"seed": seed, "options": {"index": index}}
     return {"seed": index}

@@ -18,10 +18,14 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 
+from molt_gym.agents import AgentRun
 from molt_gym.errors import EnvFailure, PromptTooLong
 from molt_gym.messages import Conversation, Message, validate_conversation
+from molt_gym.server.server import LoopbackServer
+from molt_gym.server.session import Session
 from molt_gym.tokens import Failure, Trajectory
 
+from .agent_episode import info_of, play_agent, plays_itself
 from .env_worker import DeadlinePassed, EnvPool, EnvWorker, choose_task
 from .seats import Seat
 from .ticket import Ticket
@@ -70,6 +74,8 @@ class Runner:
         self.env_id, self.limits = env_id, limits
         self._envs = EnvPool(make)
         self._seat, self._live, self._done = seat, live, done
+        self._server: LoopbackServer | None = None
+        self._starting = asyncio.Lock()
         self.retried: Counter[str] = Counter()
         """Failures by reason that a new attempt followed; for the reader to clear."""
 
@@ -88,6 +94,13 @@ class Runner:
     def close(self) -> None:
         """Close the envs that no rollout holds."""
         self._envs.close()
+
+    async def aclose(self) -> None:
+        """`close`, and stop the server for agents, if it runs."""
+        self._envs.close()
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.close()
 
     async def _attempt(self, ticket: Ticket, attempt: int) -> tuple[Trajectory, bool]:
         started, retry = time.perf_counter(), False
@@ -111,6 +124,9 @@ class Runner:
 
     async def _episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
         observation = await self._env("reset", worker, lambda env: _reset(env, ticket), self.limits.reset_timeout)
+        if observation is None:
+            await self._agent_episode(trajectory, seat, worker, ticket)
+            return
         total, over = 0.0, False
         while not over:
             trajectory.messages, trajectory.tools = observation["messages"], observation["tools"]
@@ -124,6 +140,24 @@ class Runner:
             over = trajectory.terminated or trajectory.truncated
         trajectory.messages = observation["messages"]
         trajectory.reward = _finite(total)
+
+    async def _agent_episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
+        async with self._starting:
+            if self._server is None:
+                server = LoopbackServer(timeout=self.limits.generate_timeout)
+                await server.start()
+                self._server = server
+        max_turns = await self._env("reset", worker, lambda env: env.spec.max_episode_steps if env.spec else None,
+                                    self.limits.reset_timeout)
+
+        async def launch(session: Session) -> AgentRun:
+            return await self._env("reset", worker, lambda env: env.unwrapped.launch(
+                session, index=ticket.index, seed=ticket.env_seed), self.limits.reset_timeout)
+
+        result = await play_agent(self._server, seat, launch, max_turns)
+        trajectory.info, trajectory.truncated = _plain(info_of(result)), result.truncated
+        trajectory.terminated = not result.truncated
+        trajectory.reward = _finite(result.reward)
 
     async def _reply(self, seat: Seat, observation: Conversation) -> Message | None:
         limit = asyncio.timeout(self.limits.generate_timeout)
@@ -150,7 +184,10 @@ class Runner:
             raise _Failed(f"{name}_error", f"{self.env_id}: {name} raised {type(error).__name__}: {error}") from error
 
 
-def _reset(env: gym.Env, ticket: Ticket) -> Conversation:
+def _reset(env: gym.Env, ticket: Ticket) -> Conversation | None:
+    """The first observation; None if the env is an agent that plays by itself."""
+    if plays_itself(env):
+        return None
     observation, _ = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
     validate_conversation(observation, "observation")
     return observation

@@ -1,12 +1,13 @@
 """Who answers in a rollout: the policy that is trained, token by token, or any other policy, in messages."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol
 
 from molt_gym.errors import PromptTooLong
 from molt_gym.messages import Conversation, Message
 from molt_gym.policy import Policy
-from molt_gym.server.exchange import Call, Respondent
+from molt_gym.server.exchange import Call, Reply, Respondent
 from molt_gym.server.respond import PolicyRespondent, Rules, TokenRespondent
 from molt_gym.tokens import Generation, Renderer, Sampling, Trajectory
 
@@ -30,7 +31,7 @@ class Seat(Protocol):
         ...
 
     def record(self, trajectory: Trajectory) -> None:
-        """Write down what happened."""
+        """Write down what happened; the conversation too, if that is not known."""
         ...
 
 
@@ -64,6 +65,7 @@ class TokenSeat:
     def record(self, trajectory: Trajectory) -> None:
         """Rows, turns, forks and tool calls; whether the last reply was cut."""
         respondent, graph = self.respondent, self.respondent.graph
+        _transcribe(trajectory, respondent.last)
         trajectory.rows, trajectory.turns, trajectory.forks = graph.rows(), graph.turns, graph.forks
         trajectory.tool_calls, trajectory.malformed_calls = respondent.tool_calls, respondent.malformed_calls
         trajectory.tools_offered = respondent.tools_offered
@@ -95,3 +97,12 @@ class PolicySeat:
     def record(self, trajectory: Trajectory) -> None:
         """The turns."""
         trajectory.turns = self.respondent.turns
+        _transcribe(trajectory, self.respondent.last)
+
+
+def _transcribe(trajectory: Trajectory, last: tuple[Call, Reply] | None) -> None:
+    """An agent's conversations are known from its requests alone; the last of them stands for all."""
+    if last is not None and not trajectory.messages:
+        call, reply = last
+        trajectory.messages = copy.deepcopy([*call.messages, reply.message])
+        trajectory.tools = copy.deepcopy(list(call.tools))

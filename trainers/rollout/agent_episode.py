@@ -1,0 +1,66 @@
+"""An episode whose agent plays by itself: its requests are answered as they come, several at a time.
+
+The same envs can be stepped like any other. That is what happens, one request after the other, where a wrapper of the
+user's own is around them, for it could not see what goes past it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+from molt_gym.agents import AgentEnv, AgentRun, Result
+from molt_gym.server.server import LoopbackServer
+from molt_gym.server.session import Session
+
+from .seats import Seat
+
+END_TIMEOUT = 5.0
+"""Seconds that an agent whose turns are used up may take to end."""
+
+_PLAIN = (OrderEnforcing, PassiveEnvChecker, TimeLimit)
+
+Launch = Callable[[Session], Awaitable[AgentRun]]
+
+
+def plays_itself(env: gym.Env) -> bool:
+    """Whether the env is an agent with nothing around it but what `gymnasium.make` puts there."""
+    while isinstance(env, gym.Wrapper):
+        if type(env) not in _PLAIN:
+            return False
+        env = env.env
+    return isinstance(env, AgentEnv)
+
+
+def info_of(result: Result) -> dict[str, Any]:
+    """The info of the last step."""
+    return result.info | ({} if result.score is None else {"score": result.score})
+
+
+async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_turns: int | None) -> Result:
+    """Run an agent to its end, or until it asked for more than `max_turns` replies.
+
+    Args:
+        launch: starts it, given its session.
+
+    Raises:
+        EnvFailure: from the agent.
+    """
+    session = server.open(seat.respondent, max_turns=max_turns)
+    run: AgentRun | None = None
+    over = asyncio.ensure_future(session.over.wait())
+    try:
+        run = await launch(session)
+        ended = asyncio.wrap_future(run.future)
+        await asyncio.wait([ended, over], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            await asyncio.wait([ended], timeout=END_TIMEOUT)
+        return ended.result() if ended.done() else replace(run.so_far(), truncated=True)
+    finally:
+        over.cancel()
+        if run is not None:
+            run.cancel()
+        session.close()
