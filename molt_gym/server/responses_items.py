@@ -53,7 +53,8 @@ def read_items(raws: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
     """The messages that input items spell.
 
     Reasoning, text and calls in a row are one assistant message, until one of them cannot belong to it: text after
-    text, reasoning after text or calls, an item of another response of this session.
+    text, reasoning after text or calls, an item of another response of this session. Items of one response of this
+    session are one message even if results of its calls stand between them, and come before those.
 
     Raises:
         WireError: names the item.
@@ -64,9 +65,10 @@ def read_items(raws: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
         read = partial(_read_all, where=f"input[{index}]", memory=memory)
         for message in memory.intern(b"[%b]" % data, read):
             owner = _owner(_id_in(data), memory) if message["role"] == "assistant" else None
-            if not turns or not turns[-1].takes(message, owner):
-                turns.append(_Turn())
-            turns[-1].add(data, message, owner)
+            turn = _home(turns, message, owner)
+            if turn is None:
+                turns.append(turn := _Turn())
+            turn.add(data, message, owner)
     return [turn.message(memory) for turn in turns]
 
 
@@ -97,6 +99,16 @@ class _Turn:
         if len(self.pieces) == 1:
             return self.pieces[0]
         return memory.intern(b"[%b]" % b",".join(self.data), lambda _: [_merge(self.pieces)])[0]
+
+
+def _home(turns: Sequence[_Turn], message: Message, owner: str | None) -> _Turn | None:
+    """The turn that a message is a piece of; None for one of its own."""
+    for turn in reversed(turns):
+        if turn.takes(message, owner) and (turn is turns[-1] or turn.owner == owner):
+            return turn
+        if owner is None or turn.pieces[0]["role"] != "tool":
+            break
+    return None
 
 
 def _kind(piece: Message) -> str:

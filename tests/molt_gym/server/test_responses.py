@@ -323,6 +323,26 @@ class TestGoingOn:
         items = [item for i, reply in enumerate(replies) for item in echoed(answer(reply, memory, f"{i}" * 24))]
         assert messages_of(*items, memory=memory) == replies
 
+    def test_calls_with_their_results_in_between_are_still_one_reply(self):
+        memory = new_memory()
+        replies = [assistant("Well", "Hm", [call(id="a"), call(id="b")]), assistant("", None, [call(id="c")])]
+        items, said = [], []
+        for index, reply in enumerate(replies):
+            said += [reply, *({"role": "tool", "tool_call_id": c["id"], "content": "3"} for c in reply["tool_calls"])]
+            for item in echoed(answer(reply, memory, f"{index}" * 24)):
+                items.append(item)
+                if item["type"] == "function_call":
+                    items.append({"type": "function_call_output", "call_id": item["call_id"], "output": "3"})
+        assert messages_of(*items, memory=memory) == said
+
+    def test_calls_of_unknown_origin_with_results_in_between_are_turns_of_their_own(self):
+        items = [
+            {"type": kind, "call_id": id, "name": "add", "arguments": "{}", "output": "3"}
+            for id in "ab"
+            for kind in ("function_call", "function_call_output")
+        ]
+        assert [m["role"] for m in messages_of(*items)] == ["assistant", "tool", "assistant", "tool"]
+
     def test_an_item_can_be_referred_to(self):
         memory = new_memory()
         reply = assistant("", "Hm", [call(), call(id="call00001")])
