@@ -1,0 +1,307 @@
+"""What the loopback server costs, beside a bare JSON endpoint on the same HTTP library, in one run.
+
+    python benchmarks/loopback_server.py [--wire chat] [--sessions 1 16 64 256] [--turns 20] [--requests 3000] ...
+
+The servers are in this process, the agents in one of their own (`loopback_client.py`). The engine answers at once, with
+20 ids of a script; all else is real: HTTP, JSON, sessions, chat template, tokenizer (byte-level BPE, trained here on
+sources of the standard library), token graph. The bare endpoint decodes the same bodies and encodes a reply of the same
+shape. CPU is that of this process.
+"""
+
+import argparse
+import asyncio
+import inspect
+import itertools
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import textwrap
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from molt_gym.server.exchange import Call, Reply
+from molt_gym.server.respond import Rules, TokenRespondent
+from molt_gym.server.server import LoopbackServer
+from molt_gym.tokens import Generation, Renderer, Sampling
+
+MODULES = (argparse, inspect, platform, statistics, subprocess, textwrap, typing)
+REPLY_IDS = 20
+VOCABULARY = 8192
+CHATML = """
+{%- if tools -%}
+{{- '<|im_start|>system\n' -}}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' -}}{% endif -%}
+{{- 'You can call these tools:' -}}
+{%- for tool in tools %}{{- '\n' + tool | tojson -}}{% endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if not (tools and loop.first and message.role == 'system') -%}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' -}}{% endif -%}
+"""
+CODECS = {
+    "msgspec": (msgspec.json.decode, msgspec.json.encode),
+    "json": (json.loads, lambda value: json.dumps(value).encode()),
+}
+JOB_TIMEOUT = 180.0
+
+
+class ScriptedEngine:
+    """Answers at once, from a round of replies that are all different."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, words: list[str]) -> None:
+        draw = random.Random(0)
+        texts = [" ".join(draw.choices(words, k=REPLY_IDS)) for _ in range(499)]
+        replies = [[*tokenizer.encode(text)[: REPLY_IDS - 1], tokenizer.eos_token_id] for text in texts]
+        self._next = itertools.cycle(
+            [Generation(ids, [-draw.random() for _ in ids], [0] * len(ids), "stop") for ids in replies])
+
+    async def __call__(self, ids: list[int], sampling: Sampling, number: int) -> Generation:
+        """See `molt_gym.server.respond.Generate`."""
+        return next(self._next)
+
+
+class Texts:
+    """A respondent without tokens."""
+
+    async def answer(self, call: Call) -> list[Reply]:
+        """See `Respondent.answer`."""
+        return [Reply({"role": "assistant", "content": "It is what the documentation of the parser says about it."})]
+
+    async def count(self, call: Call) -> int:
+        """See `Respondent.count`."""
+        return 0
+
+
+def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with the ChatML template."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", chat_template=CHATML)
+
+
+@dataclass
+class Bare:
+    """The endpoint to compare with."""
+
+    codec: str
+    reply: Any = None
+    port: int = 0
+    _runner: web.ServerRunner | None = field(default=None, repr=False)
+
+    async def start(self) -> None:
+        """Listen."""
+        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None))
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
+        decode, encode = CODECS[self.codec]
+        decode(await request.content.read())
+        return web.Response(body=encode(self.reply), content_type="application/json")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one turn. cpu: of the server, seconds. client: share of its time that the client was busy."""
+
+    rate: float
+    cpu: float
+    client: float
+
+
+class Lab:
+    """Both servers and the client. Use it as an async context manager."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        text = "\n".join(inspect.getsource(module) for module in MODULES)
+        self._words = re.findall(r"[a-z]{2,12}", text)[:8000]
+        tokenizer = make_tokenizer(text)
+        self._renderer, self._engine = Renderer(tokenizer), ScriptedEngine(tokenizer, self._words)
+        self._rules = Rules(Sampling(64), max_context=2**24)
+        self.server, self.bare = LoopbackServer(), Bare(options.bare)
+        self._jobs = asyncio.Lock()
+
+    async def __aenter__(self) -> "Lab":
+        await self.server.start()
+        await self.bare.start()
+        self._client = await asyncio.create_subprocess_exec(
+            sys.executable, str(Path(__file__).with_name("loopback_client.py")), limit=2**26,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+        await self._send({"wire": self.options.wire, "words": self._words, "tools": self.options.tools})
+        # What the bare endpoint answers has the shape and size of a real reply.
+        first = await self.job("load", port=self.port, keys=self.keys(1), sessions=1, turns=1)
+        self.bare.reply = json.loads(first["reply"])
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._client.stdin.close()
+        try:
+            await asyncio.wait_for(self._client.wait(), 10)
+        except TimeoutError:
+            self._client.kill()
+        await self.server.close()
+        await self.bare.close()
+
+    @property
+    def port(self) -> int:
+        """Of our server."""
+        return int(self.server.url.rpartition(":")[2])
+
+    def keys(self, count: int, *, tokens: bool = True) -> list[str]:
+        """Of new sessions; the earlier ones are closed."""
+        for session in list(self.server._sessions.values()):
+            session.close()
+        return [
+            self.server.open(
+                TokenRespondent(self._renderer, self._engine, self._rules, threads=self.server.threads)
+                if tokens else Texts()
+            ).key
+            for _ in range(count)
+        ]
+
+    async def job(self, kind: str, **arguments: Any) -> Any:
+        """What the client measured."""
+        await self._send({"kind": kind} | arguments)
+        line = await asyncio.wait_for(self._client.stdout.readline(), JOB_TIMEOUT)
+        if not line:
+            raise RuntimeError("the client died; what it wrote is above")
+        return json.loads(line)
+
+    async def load(self, port: int, sessions: int, *, tokens: bool = True) -> Cost:
+        """Conversations until `--requests` are answered, `sessions` of them at a time."""
+        count = max(sessions, round(self.options.requests / self.options.turns / sessions) * sessions)
+        keys = self.keys(count, tokens=tokens)
+        begin = process_time()
+        result = await self.job("load", port=port, keys=keys, sessions=sessions, turns=self.options.turns)
+        cpu = process_time() - begin
+        return Cost(
+            result["turns"] / result["seconds"], cpu / result["turns"], result["cpu"] / result["seconds"])
+
+    async def _send(self, value: Any) -> None:
+        self._client.stdin.write(json.dumps(value).encode() + b"\n")
+        await self._client.stdin.drain()
+
+
+def middle(costs: Sequence[Cost]) -> Cost:
+    """The medians."""
+    return Cost(*(statistics.median(getattr(cost, name) for cost in costs) for name in ("rate", "cpu", "client")))
+
+
+async def throughput(lab: Lab) -> None:
+    """Rates and CPU at several numbers of sessions."""
+    print("\n| sessions | server | turns/s | of bare (goal >= .46) | CPU ms/turn | x bare (goal <= 3) | client busy |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
+    for sessions in lab.options.sessions:
+        pairs = [
+            (await lab.load(lab.bare.port, sessions), await lab.load(lab.port, sessions))
+            for _ in range(lab.options.repeat)
+        ]
+        rate = statistics.median(ours.rate / bare.rate for bare, ours in pairs)
+        cpu = statistics.median(ours.cpu / bare.cpu for bare, ours in pairs)
+        bare, ours = map(middle, zip(*pairs, strict=True))
+        for name, cost, shares in (("bare", bare, ("", "")), ("molt-gym", ours, (f"{rate:.2f}", f"{cpu:.2f}"))):
+            print(f"| {sessions} | {name} | {cost.rate:.0f} | {shares[0]} | {1000 * cost.cpu:.3f} | {shares[1]} | "
+                  f"{cost.client:.2f} |", flush=True)
+    sessions = lab.options.sessions[-1] if len(lab.options.sessions) < 3 else lab.options.sessions[-2]
+    bare = await lab.load(lab.bare.port, sessions)
+    without, whole = await lab.load(lab.port, sessions, tokens=False), await lab.load(lab.port, sessions)
+    print(f"\nCPU of a turn at {sessions} sessions: HTTP and JSON {1000 * bare.cpu:.3f} ms, wire and session "
+          f"{1000 * (without.cpu - bare.cpu):.3f} ms more, tokens {1000 * (whole.cpu - without.cpu):.3f} ms more",
+          flush=True)
+
+
+async def latency(lab: Lab) -> None:
+    """What is added to one conversation's turns as it grows."""
+    at = lab.options.at
+    keys = lab.keys(lab.options.conversations)
+    taken = await lab.job("latency", ports=[lab.bare.port, lab.port], keys=keys, turns=max(at), at=at)
+    print("\n| turn | bare ms | molt-gym ms | added ms |\n|---:|---:|---:|---:|")
+    added = []
+    for turn, pairs in zip(at, taken, strict=True):
+        bare, ours = (1000 * statistics.median(times) for times in zip(*pairs, strict=True))
+        added.append(1000 * statistics.median(ours - bare for bare, ours in pairs))
+        print(f"| {turn} | {bare:.2f} | {ours:.2f} | {added[-1]:.2f} |")
+    print(f"\nAdded at turn {at[-1]}: {added[-1] / added[0]:.2f} x that at turn {at[0]} (goal <= 1.5)", flush=True)
+
+
+async def big_message(lab: Lab) -> None:
+    """One big message, and what a bystander notices of it."""
+    size = round(lab.options.megabytes * 1e6)
+    print(f"\n| {lab.options.megabytes:g} MB message | s | bystander's median ms before | turns meanwhile | "
+          "their worst ms (goal <= 50) |\n|---|---:|---:|---:|---:|")
+    for name, port in (("bare", lab.bare.port), *(("molt-gym", lab.port),) * lab.options.repeat):
+        result = await lab.job("big", port=port, keys=lab.keys(2), size=size)
+        before, during = (sorted(1000 * seconds for seconds in result[name]) for name in ("before", "during"))
+        told = "" if result["status"] == 200 else f" (status {result['status']}: {result['reply'][:200]})"
+        worst = f"{during[-1]:.1f}" if during else "no turn"
+        print(f"| {name}{told} | {result['seconds']:.2f} | {statistics.median(before):.2f} | {len(during)} | {worst} |",
+              flush=True)
+
+
+async def measure(options: argparse.Namespace) -> None:
+    """Prints the tables."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("aiohttp", "msgspec", "tokenizers", "molt-gym"))
+    print(f"Python {platform.python_version()}, {packages}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(f"Wire {options.wire}, {options.tools} tools; conversations of {options.turns} turns; bare endpoint with "
+          f"{options.bare}; medians of {options.repeat}")
+    async with Lab(options) as lab:
+        for _ in range(2):  # warms up
+            await lab.load(lab.bare.port, 4)
+            await lab.load(lab.port, 4)
+        for part in options.parts:
+            await {"throughput": throughput, "latency": latency, "big": big_message}[part](lab)
+
+
+def main() -> None:
+    """Measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wire", choices=("chat", "responses", "messages"), default="chat")
+    parser.add_argument("--bare", choices=tuple(CODECS), default="msgspec", help="JSON library of the bare endpoint")
+    parser.add_argument("--parts", nargs="+", choices=("throughput", "latency", "big"),
+                        default=("throughput", "latency", "big"))
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--turns", type=int, default=20, help="of a conversation, where throughput is measured")
+    parser.add_argument("--requests", type=int, default=3000, help="in each measurement of throughput, about")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tools", type=int, default=0, help="offered with every request")
+    parser.add_argument("--at", type=int, nargs="+", default=[1, 10, 50, 100], help="turns whose latency is measured")
+    parser.add_argument("--conversations", type=int, default=31, help="whose latency is measured")
+    parser.add_argument("--megabytes", type=float, default=2.0, help="of the big message")
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
