@@ -58,7 +58,8 @@ async def policy_runner():
     runners = []
 
     def make_runner(make, policy=lambda observation: "yes", **limits):
-        runners.append(Runner("Agent-v0", make, lambda ticket, attempt: PolicySeat(as_policy(policy)), Limits(**limits)))
+        seat = PolicySeat
+        runners.append(Runner("Agent-v0", make, lambda ticket, attempt: seat(as_policy(policy)), Limits(**limits)))
         return runners[-1]
 
     yield make_runner
