@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..messages import Message, text_of
-from .anthropic_messages_request import INVALID_JSON, input_of, parse_request
+from .anthropic_messages_request import INVALID_JSON, NO_THREADS, input_of, parse_request
 from .errors import Kind, WireError
 from .exchange import Completion, Event, Memory, Parsed, Reply
 
@@ -48,13 +48,14 @@ class AnthropicMessages:
         - `top_k` 0 says nothing.
 
     Refused: a last message of the assistant (except for counting); `tool_choice` any and tool;
-    `disable_parallel_tool_use` with tools; `output_format`, `output_config.format`; `container`, `mcp_servers`; tools
-    of the provider; images that would have to be fetched; blocks other than text, image, tool_use, tool_result and
-    thinking, such as document, search_result and those of server tools.
+    `disable_parallel_tool_use` with tools; `output_format`, `output_config.format`; `container`, `mcp_servers`,
+    `compaction`; tools of the provider; images that would have to be fetched; blocks other than text, image, tool_use,
+    tool_result and thinking, such as document, search_result and those of server tools; `thread`, upon which the SDK's
+    tool runner sends whole conversations, without the program's noticing.
 
     Without effect: `thinking`, `output_config.effort`, `cache_control`, `context_management`, `metadata`,
-    `service_tier`, `speed`, betas, redacted_thinking, signatures, citations, image `transformations`, and of tools
-    `strict`, `input_examples`, `defer_loading`, `allowed_callers`; unknown fields.
+    `service_tier`, `speed`, `fallbacks`, betas, redacted_thinking, signatures, citations, image `transformations`, and
+    of tools `strict`, `input_examples`, `defer_loading`, `allowed_callers`; unknown fields.
     """
 
     def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> Parsed:
@@ -104,7 +105,10 @@ class AnthropicMessages:
     def error(self, error: WireError) -> dict[str, Any]:
         """An error. Its text begins as the API's does where a conversation is too long, which agents look for."""
         too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-        return {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": too_long + error.message}}
+        body: dict[str, Any] = {"type": ERROR_TYPES[error.kind], "message": too_long + error.message}
+        if error.code == NO_THREADS:
+            body["details"] = {"error_code": NO_THREADS}
+        return {"type": "error", "error": body}
 
     def error_events(self, error: WireError) -> Iterator[Event]:
         """One event of the name error."""

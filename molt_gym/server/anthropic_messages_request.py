@@ -17,12 +17,15 @@ from typing import Annotated, Any
 import msgspec
 
 from ..messages import Message, arguments_of, text_of
-from .errors import invalid, unsupported
+from .errors import WireError, invalid, unsupported
 from .exchange import Call, Memory, Options, Parsed
 from .json import decode, encode
 
 INVALID_JSON = "INVALID_JSON"
 """Key of an `input` that holds the text of arguments which are no JSON object, as in Anthropic's documentation."""
+
+NO_THREADS = "thread_unsupported_request"
+"""Code of the refusal upon which SDKs send the whole conversation instead of what is new in it."""
 
 MAX_DEPTH = 64
 """How deep a tool's schema or a call's input may be nested."""
@@ -34,6 +37,7 @@ _TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Stop = list[Annotated[str, msgspec.Meta(min_length=1)]]
 
 _REFUSED = {
+    "compaction": "is done by the provider; compact the conversation in the agent",
     "container": "is run by the provider; leave it out",
     "mcp_servers": "are called by the provider; call them in the agent and declare their tools in tools",
     "output_format": "output cannot be constrained while a policy is trained; ask for the format in a message",
@@ -51,6 +55,9 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
     Raises:
         WireError: a field is missing, wrong or cannot be honoured.
     """
+    if (thread := _field(fields, "thread", Any)) is not None:
+        raise WireError("unsupported", f"thread: {_show(thread)}: no conversation is held here; leave it out and send "
+                        "the whole conversation", param="thread", code=NO_THREADS)
     for name, why in _REFUSED.items():
         if (value := _field(fields, name, Any)) not in (None, [], {}):
             raise unsupported(name, f"{_show(value)} {why}")

@@ -308,6 +308,9 @@ def answered(*blocks):
     ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}]}, "tools[0].type"),
     ({"mcp_servers": [{"type": "url", "url": FETCHED, "name": "x"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
+    ({"compaction": {"type": "enabled"}}, "compaction"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
     ({"output_format": FORMAT}, "output_format"),
     ({"output_config": {"format": FORMAT}}, "output_config.format"),
     (said(image(type="url", url=FETCHED)), "messages[0].content[0].source"),
@@ -410,7 +413,7 @@ BODY = st.fixed_dictionaries({"messages": st.lists(TURN, max_size=3) | JSON}, op
 
 
 @given(BODY)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_body_gives_a_valid_call_or_a_typed_refusal(body):
     try:
         call = parse(body).call
