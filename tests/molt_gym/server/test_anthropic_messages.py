@@ -413,7 +413,7 @@ BODY = st.fixed_dictionaries({"messages": st.lists(TURN, max_size=3) | JSON}, op
 
 
 @given(BODY)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_body_gives_a_valid_call_or_a_typed_refusal(body):
     try:
         call = parse(body).call
