@@ -424,7 +424,7 @@ def changed(value, path, new, remove):
     return copy
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_body_is_understood_or_refused(data):
     body = GOOD
