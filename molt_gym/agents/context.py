@@ -175,8 +175,9 @@ class AgentContext:
             kwargs = {**kwargs, "http_client": make(trust_env=False, verify=False)}
         defaults = {"base_url": base_url, "api_key": self.api_key, "max_retries": 2, "timeout": self.remaining()}
         client = getattr(sdk, f"Async{name}" if asynchronous else name)(**{**defaults, **kwargs})
-        with self._lock:
-            self._clients.append((loop if asynchronous else None, client))
+        if loop is not None or not asynchronous:
+            with self._lock:
+                self._clients.append((loop if asynchronous else None, client))
         return client
 
     async def _close_on_loop(self) -> None:
@@ -186,7 +187,7 @@ class AgentContext:
                 await client.close()
 
     def _close(self) -> None:
-        """Closes the sync clients; async ones of loops that have ended cannot be closed."""
+        """Closes the sync clients; async ones that were made outside of the run's loop are left to their owner."""
         for client in self._take_clients(None):
             with contextlib.suppress(Exception):
                 client.close()
