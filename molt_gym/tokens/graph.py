@@ -249,7 +249,7 @@ class TokenGraph:
     def _find(self, messages: Sequence[Message], tools: Tools) -> tuple[_Place, list[int], list[bytes]]:
         """The place of a conversation, the points of its known beginnings from none on, the digests of all messages."""
         root = digest_of_tools(tools)
-        digests = [digest_of(message) for message in messages]
+        digests = list(map(digest_of, messages))
         point = self._roots.get(root)
         if point is None:
             return _Place(root, None, tuple(digests)), [], digests

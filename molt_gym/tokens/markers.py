@@ -175,11 +175,18 @@ class _Scanner:
         self._ids = {self._scanner.token_to_id(token.content): i for i, token in tokens.items()}
         exact = normalizer is None or not any(token.normalized for token in tokens.values())
         self._firsts = {token.content[:1] for token in tokens.values()} if exact else None
+        self._spelled = {token.content: i for i, token in tokens.items()}
+        longest_first = sorted(map(re.escape, self._spelled), key=len, reverse=True)
+        literal = exact and not any(token.lstrip or token.rstrip or token.single_word for token in tokens.values())
+        literal = literal and len({token.normalized for token in tokens.values()}) == 1
+        self._pattern = re.compile("|".join(longest_first)) if literal else None
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """(id, start, end) of every added token in the text."""
         if self._firsts is not None and not any(first in text for first in self._firsts):
             return []
+        if self._pattern is not None and len(text) < _LONG:
+            return [(self._spelled[match[0]], *match.span()) for match in self._pattern.finditer(text)]
         encoding = _encoded(self._scanner, text)
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [(self._ids[i], start, end) for i, (start, end) in found if i in self._ids]
@@ -192,8 +199,8 @@ class _MarkerSet(_Scanner):
         super().__init__(tokens, normalizer)
         texts = [token.content for token in tokens.values()]
         self._longest = max(map(len, texts), default=0)
-        self._prefixes = {text[:k] for text in texts for k in range(1, len(text))}
-        self._suffixes = {text[k:] for text in texts for k in range(1, len(text))}
+        self._prefixes = _grouped({text[:k] for text in texts for k in range(1, len(text))}, -1)
+        self._suffixes = _grouped({text[k:] for text in texts for k in range(1, len(text))}, 0)
         self._joined = "\0".join(texts)
 
     def dangling(self, text: str) -> Iterator[tuple[int, int]]:
@@ -203,13 +210,19 @@ class _MarkerSet(_Scanner):
             return
         start = text.index(core)
         end = start + len(core)
-        sizes = range(1, min(self._longest, len(core) + 1))
         inside = len(core) < self._longest and core in self._joined
-        if inside or any(core[:size] in self._suffixes for size in sizes):
+        if inside or core.startswith(self._suffixes.get(core[0], ())):
             yield start, start + 1
             start += 1
-        if start < end and any(core[-size:] in self._prefixes for size in sizes):
+        if start < end and core.endswith(self._prefixes.get(core[-1], ())):
             yield end - 1, end
+
+
+def _grouped(texts: Iterable[str], place: int) -> dict[str, tuple[str, ...]]:
+    groups: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        groups[text[place]] = (*groups.get(text[place], ()), text)
+    return groups
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:

@@ -22,14 +22,16 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def parse_reply(text: str, *, thinking: bool = False, tools: Tools = (), first_call: int = 0) -> Message:
+def parse_reply(
+    text: str, messages: Sequence[Message] = (), *, thinking: bool = False, tools: Tools = ()
+) -> Message:
     """The assistant message that `text` spells.
 
     Args:
         text: a reply without its end-of-turn token.
+        messages: what it answers; the ids of tool calls go on from theirs.
         thinking: the prompt ended inside a `<think>` block.
         tools: schemas that say which arguments are strings.
-        first_call: how many tool calls the conversation holds; ids go on from there.
 
     Returns:
         A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.
@@ -41,6 +43,7 @@ def parse_reply(text: str, *, thinking: bool = False, tools: Tools = (), first_c
         message["reasoning_content"] = reasoning
     if calls:
         message["content"] = _TOOL_CALL.sub("", content).strip()
+        first_call = sum(len(earlier.get("tool_calls") or ()) for earlier in messages)
         # Nine letters and digits: the one form of id that every chat template accepts.
         message["tool_calls"] = [
             {

@@ -104,7 +104,7 @@ class Renderer:
             Ids, or None where the template would write the history differently.
         """
         shorter = window(messages, reply, new_messages, self._template.source)
-        history = messages if shorter is None or not self._local else shorter
+        history = messages if shorter is None or not self.writes_locally else shorter
         return self._extend(history, reply, new_messages, tools, sampled_ids, keep=keep, place=len(messages))
 
     def _extend(
@@ -166,9 +166,8 @@ class Renderer:
             segment = segment[:room]
             room -= len(segment)
             text += segment if control else shield.whole(segment)
-        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
         thinking = self._template.style.opens_thinking
-        return shield.lift(parse_reply(text, thinking=thinking, tools=tools, first_call=calls))
+        return shield.lift(parse_reply(text, messages, thinking=thinking, tools=tools))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
@@ -199,17 +198,17 @@ class Renderer:
         return not changed and reasoning.strip() in middle and content.strip() in middle
 
     @functools.cached_property
-    def _local(self) -> bool:
+    def writes_locally(self) -> bool:
         """Whether a window on a conversation shows what the template does with the whole."""
         for messages, reply, new, tools in probes():
             tools = tools if self._template.style.tools else ()
             shorter = window(messages, reply, new, self._template.source)
-            if shorter is None or not self._writes(messages, tools):
+            if shorter is None:
                 continue
             whole, part = (
                 self._extend(history, reply, new, tools, (), keep=False, place=0) for history in (messages, shorter)
             )
-            if whole != part:
+            if whole != part and self._writes(messages, tools):
                 return False
         return True
 

@@ -68,22 +68,22 @@ def _opens(messages: Sequence[Message], place: int, source: str) -> bool:
 def probes() -> Iterator[Extension]:
     """Extensions of conversations of many shapes, for which a window is shorter than the whole."""
     draw = random.Random(0)
-    for number in range(24):
-        yield from _cut(_conversation(draw, exchanges=3 + number % 4, plain=number % 3 == 0), draw, number)
-    yield from _cut(_conversation(draw, exchanges=30, plain=False), draw, 3)
-    yield from _cut(_conversation(draw, exchanges=30, plain=True), draw, 0)
+    for number in range(20):
+        conversation = _conversation(draw, exchanges=3 + number % 3, plain=number % 3 == 0)
+        replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
+        yield from (_cut(conversation, place, number) for place in draw.sample(replies[2:], min(2, len(replies[2:]))))
+    yield _cut(_conversation(draw, exchanges=40, plain=True), 79, 0)
 
 
-def _cut(conversation: list[Message], draw: random.Random, number: int) -> Iterator[Extension]:
+def _cut(conversation: list[Message], place: int, number: int) -> Extension:
+    """The extension of what is before the reply at `place` by what is after it."""
     lead = [{"role": "system", "content": f"s{number}"}] if number % 2 else []
-    tools = [dict(TOOL)] if number % 4 > 1 else []
-    replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant" and place > 3]
-    for place in draw.sample(replies, min(2, len(replies))):
-        end = place + 1
-        while end < len(conversation) and conversation[end]["role"] != "assistant":
-            end += 1
-        extra = [{"role": "system", "content": "late"}] if number % 8 == 7 else []
-        yield [*lead, *conversation[:place]], conversation[place], [*extra, *conversation[place + 1 : end]], tools
+    late = [{"role": "system", "content": "late"}] if number % 8 == 7 else []
+    end = place + 1
+    while conversation[end]["role"] != "assistant" and end < len(conversation) - 1:
+        end += 1
+    new = conversation[place + 1 : end] or conversation[-1:]
+    return [*lead, *conversation[:place]], conversation[place], [*late, *new], [dict(TOOL)] if number % 4 > 1 else []
 
 
 def _conversation(draw: random.Random, *, exchanges: int, plain: bool) -> list[Message]:
