@@ -35,7 +35,7 @@ class AgentContext:
         url: of the server, without a path.
         key: the secret of this run.
         tools: the agent's.
-        max_turns: replies that the run may get; None: no limit.
+        max_turns: replies that the run may get; None: no limit is known.
         timeout: seconds that the run may take.
         model: a name to send.
     """

@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 from gymnasium.error import ResetNeeded
 
 from ..errors import EnvFailure
@@ -66,7 +67,10 @@ class AgentEnv(TaskEnv):
         """
         self._end()
         self._choose(seed, options)
-        self._episode = _Episode(self._launch)
+        # The cap is in a wrapper, which an env cannot see: what was registered is the best guess.
+        registered = gym.registry.get(self.spec.id) if self.spec is not None else None
+        max_turns = registered.max_episode_steps if registered is not None else None
+        self._episode = _Episode(lambda session: self._launch(session, max_turns))
         result = self._proceed()
         if result is not None:
             raise EnvFailure("agent", f"{self._name}: the agent ended with {result} before its first request; it has "
@@ -100,17 +104,22 @@ class AgentEnv(TaskEnv):
         terminated = result is not None and not truncated
         return self._observe("step", self._tools), reward, terminated, truncated, self._info()
 
-    def launch(self, session: AgentSession, *, index: int, seed: int | None = None) -> AgentRun:
+    def launch(
+        self, session: AgentSession, *, index: int, seed: int | None = None, max_turns: int | None = None
+    ) -> AgentRun:
         """Starts the agent on task `index`, as `reset` does, to be answered by whoever opened the session.
 
         Its requests are no observations, and the run is none of this env's: cancel it yourself.
+
+        Args:
+            max_turns: what the agent is told about the session's limit.
 
         Raises:
             ValueError: the index is out of range.
         """
         self._end()
         self._choose(seed, {"index": index})
-        return self._launch(session)
+        return self._launch(session, max_turns)
 
     def close(self) -> None:
         """Ends the agent, if one is running."""
@@ -123,8 +132,7 @@ class AgentEnv(TaskEnv):
         if self._episode is not None:
             self._episode.stop()
 
-    def _launch(self, session: AgentSession) -> AgentRun:
-        max_turns = self.spec.max_episode_steps if self.spec is not None else None
+    def _launch(self, session: AgentSession, max_turns: int | None) -> AgentRun:
         return AgentRun(self.agent, session, index=self._index, rng=agent_rng(self.np_random), max_turns=max_turns,
                         timeout=self.run_timeout)
 
