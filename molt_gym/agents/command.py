@@ -50,8 +50,8 @@ class CommandAgent(ChatAgent):
 
     The program finds the model through the variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
     `ANTHROPIC_API_KEY`, and the task as JSON in `MOLT_GYM_TASK`, if it has less than 100,000 bytes, and on its standard
-    input. The last line that it prints is its result: a number, or a JSON object with "reward" and, if it likes,
-    "score", "info" and "truncated".
+    input. The last line that it prints, of at most 500,000 characters, is its result: a number, or a JSON object with
+    "reward" and, if it likes, "score", "info" and "truncated".
 
     Args:
         command: the program and its arguments, or a line that is split like a shell's, though no shell runs it.
