@@ -53,6 +53,12 @@ class Engine:
         reason = "length" if len(cut) < len(answer) or cut[-1] != END else "stop"
         return Generation(cut, logprobs, [0] * len(cut), reason)
 
+    async def until(self, running: int, *, seconds: float = 5.0) -> None:
+        """Waits until so many samples are under way."""
+        async with asyncio.timeout(seconds):
+            while self.running != running:
+                await asyncio.sleep(0.005)
+
 
 @pytest.fixture
 def engine() -> Engine:
