@@ -80,13 +80,16 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
     if messages[-1]["role"] == "assistant" and not counting:
         raise unsupported("messages", "the last one is the assistant's, and a reply cannot begin with text that the "
                           "policy did not sample; end with a user message")
-    call = Call(messages, _tools(fields), options, model=model)
+    call = Call(messages, _tools(fields, memory), options, model=model)
     return Parsed(call, bool(_field(fields, "stream", bool)))
 
 
 def _field(fields: Mapping[str, msgspec.Raw], name: str, kind: Any) -> Any:
     """A field as a value of a type; None where it is missing or null."""
-    value = decode(bytes(fields[name])) if name in fields else None
+    return _converted(name, decode(bytes(fields[name])) if name in fields else None, kind)
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
     if value is None:
         return None
     try:
@@ -95,8 +98,8 @@ def _field(fields: Mapping[str, msgspec.Raw], name: str, kind: Any) -> Any:
         raise invalid(name, f"{_show(value)} is wrong: {str(error).replace('$', name)}") from None
 
 
-def _tools(fields: Mapping[str, msgspec.Raw]) -> list[dict[str, Any]]:
-    declared = _field(fields, "tools", list[dict[str, Any]]) or []
+def _tools(fields: Mapping[str, msgspec.Raw], memory: Memory) -> list[dict[str, Any]]:
+    tools = memory.intern_tools(bytes(fields.get("tools", b"null")), _schemas)
     choice = _field(fields, "tool_choice", dict[str, Any]) or {"type": "auto"}
     kind = choice.get("type")
     if kind in ("any", "tool"):
@@ -104,14 +107,19 @@ def _tools(fields: Mapping[str, msgspec.Raw]) -> list[dict[str, Any]]:
                           "'auto' or 'none'")
     if kind not in ("auto", "none"):
         raise invalid("tool_choice.type", f"{_show(kind)}; write 'auto' or 'none'")
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(declared)]
-    if len({tool["function"]["name"] for tool in tools}) < len(tools):
-        raise invalid("tools", "two of them have the same name; write each once")
     if kind == "none":
         return []
     if tools and choice.get("disable_parallel_tool_use"):
         raise unsupported("tool_choice.disable_parallel_tool_use", "true: the number of calls cannot be limited while "
                           "a policy is trained; leave it out and take the first call")
+    return tools
+
+
+def _schemas(declared: Any) -> list[dict[str, Any]]:
+    declared = _converted("tools", declared, list[dict[str, Any]]) or []
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(declared)]
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise invalid("tools", "two of them have the same name; write each once")
     return tools
 
 

@@ -86,7 +86,7 @@ class ChatCompletions:
         if not isinstance(model, str | None):
             raise invalid("model", f"{show(model)} is no string")
         n = _integer(fields, "n", 1, MAX_CHOICES)
-        call = Call(_messages(fields, memory), _offered_tools(fields), _options(fields), n or 1, model or "")
+        call = Call(_messages(fields, memory), _offered_tools(fields, memory), _options(fields), n or 1, model or "")
         return ParsedChat(call, bool(_flag(fields, "stream")), _include_usage(fields))
 
     def reply(self, parsed: ParsedChat, completion: Completion, memory: Memory) -> dict[str, Any]:
@@ -202,21 +202,24 @@ def _include_usage(fields: Mapping[str, msgspec.Raw]) -> bool:
     return bool(include)
 
 
-def _offered_tools(fields: Mapping[str, msgspec.Raw]) -> list[dict[str, Any]]:
-    tools = _read(fields, "tools")
-    if not isinstance(tools, list | None):
-        raise invalid("tools", f"{show(tools)}; write a list of tools")
-    schemas = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+def _offered_tools(fields: Mapping[str, msgspec.Raw], memory: Memory) -> list[dict[str, Any]]:
+    schemas = memory.intern_tools(bytes(fields.get("tools", b"null")), _schemas)
     choice = _read(fields, "tool_choice")
     if choice == "required" or isinstance(choice, dict):
         raise unsupported("tool_choice", f"{show(choice)} cannot be forced on the policy; write 'auto' or 'none'")
     if choice not in (None, "auto", "none"):
         raise invalid("tool_choice", f"{show(choice)}; write 'auto' or 'none'")
     if choice == "none":
-        schemas = []
+        return []
     if _flag(fields, "parallel_tool_calls") is False and schemas:
         raise unsupported("parallel_tool_calls", "false cannot be forced on the policy; leave it out")
     return schemas
+
+
+def _schemas(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list | None):
+        raise invalid("tools", f"{show(tools)}; write a list of tools")
+    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

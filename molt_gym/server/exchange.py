@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ..messages import Message
+from ..messages import InternedTools, Message
 from .errors import WireError
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -112,7 +112,7 @@ class Respondent(Protocol):
 
 
 class Memory(Protocol):
-    """What a wire may use of a session."""
+    """What a session remembers for a wire."""
 
     responses: dict[str, list[Message]]
     """Conversations, reply included, by response id, for `previous_response_id`."""
@@ -122,6 +122,10 @@ class Memory(Protocol):
 
         What `make` raises is handed on and nothing is kept. The messages are read-only.
         """
+        ...
+
+    def intern_tools(self, raw: bytes, make: Callable[[Any], Iterable[dict[str, Any]]]) -> InternedTools:
+        """The same for a list of tools."""
         ...
 
 

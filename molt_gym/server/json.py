@@ -1,6 +1,7 @@
 """JSON in and out: quick for what is common, and right for all the rest."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ def decode(raw: bytes) -> Any:
         pass
     # msgspec refuses escaped lone surrogates, which JSON allows and models write.
     try:
-        return json.loads(raw, parse_constant=_refuse)
+        return json.loads(raw, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise WireError("invalid_request", f"body: is no JSON: {error}", code="invalid_json") from None
 
@@ -37,8 +38,11 @@ def decode_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
     """
     try:
         return _FIELDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError("invalid_request", f"body: is no JSON object: {error}", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = decode(body)
+    if not isinstance(value, dict):
+        raise WireError("invalid_request", "body: is no JSON object", code="invalid_json")
+    return {name: msgspec.Raw(json.dumps(field).encode("ascii")) for name, field in value.items()}
 
 
 def encode(value: Any) -> bytes:
@@ -49,5 +53,10 @@ def encode(value: Any) -> bytes:
         return json.dumps(value).encode("ascii")
 
 
-def _refuse(name: str) -> None:
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")

@@ -19,6 +19,7 @@ from .chat_completions import ChatCompletions
 from .errors import WireError
 from .exchange import Completion, Event, Parsed, Respondent, Wire
 from .json import decode_fields, encode
+from .memory import WireMemory
 from .responses import Responses
 from .session import Identity, Session
 
@@ -142,9 +143,9 @@ class LoopbackServer:
                 return await self._complete(request, wire, session, path)
             if path == _COUNT and request.method == "POST":
                 fields = decode_fields(await self._body(request))
-                call = _MESSAGES.parse_count(fields, session).call
+                call = _MESSAGES.parse_count(fields, session.memory("/v1/messages")).call
                 return _json(_MESSAGES.count(await session.count(call)))
-            if path.startswith("/v1/models") and request.method == "GET":
+            if f"{path}/".startswith("/v1/models/") and request.method == "GET":
                 return _json(self._models(path.removeprefix("/v1/models").lstrip("/"), wire is _MESSAGES))
             raise _no_such_route(request.method, path)
         except WireError as error:
@@ -167,6 +168,9 @@ class LoopbackServer:
                               code="request_too_large")
         if (request.content_length or 0) > self._max_body:
             raise too_large
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
         parts, size = [], 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
@@ -177,6 +181,8 @@ class LoopbackServer:
                     parts.append(part)
         except TimeoutError:
             raise WireError("invalid_request", f"body: did not arrive within {BODY_TIMEOUT:g} s") from None
+        except web.RequestPayloadError as error:
+            raise WireError("invalid_request", "body: cannot be read: " + " ".join(str(error).split())) from None
         return b"".join(parts)
 
     async def _complete(self, request: web.BaseRequest, wire: Wire, session: Session, path: str) -> web.StreamResponse:
@@ -184,15 +190,16 @@ class LoopbackServer:
         identity = Identity(
             hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest(), _attempt(request),
             request.headers.get("Idempotency-Key"))
-        parsed = wire.parse(decode_fields(body), session)
+        memory = session.memory(path)
+        parsed = wire.parse(decode_fields(body), memory)
         work = session.complete(parsed.call, identity)
         if parsed.stream:
-            return await self._stream(request, wire, session, parsed, work)
+            return await self._stream(request, wire, memory, parsed, work)
         completion = await work
-        return _json(wire.reply(parsed, completion, session), _headers(completion))
+        return _json(wire.reply(parsed, completion, memory), _headers(completion))
 
     async def _stream(
-        self, request: web.BaseRequest, wire: Wire, session: Session, parsed: Parsed, work: Awaitable[Completion]
+        self, request: web.BaseRequest, wire: Wire, memory: WireMemory, parsed: Parsed, work: Awaitable[Completion]
     ) -> web.StreamResponse:
         task = asyncio.ensure_future(work)
         response: web.StreamResponse | None = None
@@ -207,7 +214,7 @@ class LoopbackServer:
                     raise
                 await response.write(b"".join(map(_sse, wire.error_events(error))))
             else:
-                events = b"".join(map(_sse, wire.events(parsed, completion, session)))
+                events = b"".join(map(_sse, wire.events(parsed, completion, memory)))
                 response = response or await _begin_stream(request, _headers(completion))
                 await response.write(events)
         finally:

@@ -11,15 +11,13 @@ through one are a new sample. A client of another kind sends a different `seed` 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import PromptTooLong
-from ..messages import InternedMessage, Message
 from .errors import WireError
 from .exchange import Call, Completion, Respondent
-from .json import decode
+from .memory import WireMemory
 
 MAX_PENDING = 1024
 """Requests of one session that may be under way at the same time."""
@@ -57,8 +55,6 @@ class Session:
         closed: called when it is closed.
     """
 
-    responses: dict[str, list[Message]]
-    """Conversations by the id of the response that ended them (OpenAI Responses)."""
     turns: int
     """Replies so far."""
     overflowed: bool
@@ -73,7 +69,6 @@ class Session:
         timeout: float | None = None, closed: Callable[["Session"], None] = lambda _: None,
     ) -> None:
         self.key, self.url, self.respondent = key, url, respondent
-        self.responses = {}
         self.turns, self.overflowed, self.failure, self.over = 0, False, None, asyncio.Event()
         self._max_turns, self._timeout, self._when_closed = max_turns, timeout, closed
         self._open = True
@@ -81,14 +76,13 @@ class Session:
         self._running: set[asyncio.Task[Completion]] = set()
         self._by_body: dict[bytes, list[_Turn]] = {}
         self._by_key: dict[str, _Turn] = {}
-        self._interned: dict[bytes, list[Message]] = {}
+        self._memories: dict[str, WireMemory] = {}
 
-    def intern(self, raw: bytes, make: Callable[[Any], Iterable[Message]]) -> list[Message]:
-        """See `Memory.intern`."""
-        known = self._interned.get(raw)
-        if known is None:
-            known = self._interned[raw] = [InternedMessage(message) for message in make(decode(raw))]
-        return known
+    def memory(self, wire: str) -> WireMemory:
+        """What the session remembers for a wire; each reads equal bytes in its own way."""
+        if wire not in self._memories:
+            self._memories[wire] = WireMemory()
+        return self._memories[wire]
 
     async def complete(self, call: Call, identity: Identity) -> Completion:
         """The answer to a call; that of the earlier one, if this is its retry.

@@ -13,7 +13,8 @@ from molt_gym.messages import canonical, same_message, validate_conversation
 from molt_gym.server.anthropic_messages import ERROR_TYPES, AnthropicMessages
 from molt_gym.server.errors import STATUS, WireError
 from molt_gym.server.exchange import Call, Completion, Options, Parsed, Reply
-from molt_gym.server.json import decode, encode
+from molt_gym.server.json import encode
+from molt_gym.server.memory import WireMemory
 
 WIRE = AnthropicMessages()
 PIXEL = "iVBORw0KGgo="
@@ -22,22 +23,12 @@ ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object",
 PARSED = Parsed(Call([USER], model="policy"))
 
 
-class Memory:
-    def __init__(self):
-        self.responses, self.known = {}, {}
-
-    def intern(self, raw, make):
-        if raw not in self.known:
-            self.known[raw] = list(make(decode(raw)))
-        return self.known[raw]
-
-
 def fields_of(body):
     return {name: msgspec.Raw(encode(value)) for name, value in body.items()}
 
 
 def parse(body, memory=None):
-    return WIRE.parse(fields_of(body), memory or Memory())
+    return WIRE.parse(fields_of(body), memory or WireMemory())
 
 
 def call_of(*messages, **fields):
@@ -82,7 +73,7 @@ def calling(*arguments, name="add", **fields):
 
 
 def body_of(completion):
-    return WIRE.reply(PARSED, completion, Memory())
+    return WIRE.reply(PARSED, completion, WireMemory())
 
 
 def echoed(message):
@@ -148,12 +139,12 @@ def test_no_system_text_is_no_message(system):
     [text("X-Anthropic-Billing-Header-2: v=1; cch=NONCE;\r\n"), text("You are helpful.")],
 ])
 def test_a_header_that_changes_with_every_request_is_no_part_of_the_system_text(system):
-    memory, calls = Memory(), []
+    memory, calls = WireMemory(), []
     for nonce in ("aaaaa", "bbbbb"):
         fresh = json.loads(json.dumps(system).replace("NONCE", nonce))
         calls.append(parse({"model": "m", "max_tokens": 1, "messages": [USER], "system": fresh}, memory).call)
     assert calls[0].messages == calls[1].messages == [{"role": "system", "content": "You are helpful."}, USER]
-    assert len(memory.known) == 2
+    assert len(memory._messages) == 2
 
 
 def test_a_line_that_looks_like_the_header_elsewhere_stays():
@@ -266,15 +257,15 @@ def test_a_stream_is_asked_for():
 
 
 def test_history_is_read_once():
-    memory = Memory()
+    memory = WireMemory()
     body = {"model": "m", "max_tokens": 1, "messages": [USER, {"role": "assistant", "content": "a"}, USER]}
     first, again = parse(body, memory).call.messages, parse(body, memory).call.messages
-    assert all(a is b for a, b in zip(first, again, strict=True)) and len(memory.known) == 2
+    assert all(a is b for a, b in zip(first, again, strict=True)) and len(memory._messages) == 2
 
 
 def test_counting_needs_no_limit_and_may_end_with_the_assistant():
     body = {"model": "m", "messages": [USER, {"role": "assistant", "content": "a"}], "tools": [ADD]}
-    call = WIRE.parse_count(fields_of(body), Memory()).call
+    call = WIRE.parse_count(fields_of(body), WireMemory()).call
     assert len(call.messages) == 2 and len(call.tools) == 1
     assert anthropic.types.MessageTokensCount.model_validate(WIRE.count(7)).input_tokens == 7
 
@@ -390,7 +381,7 @@ def test_what_is_wrong_is_named(fields, param):
 def test_what_is_no_json_value_is_refused(value):
     raw = json.dumps(answered(tool_use(0))["messages"]).replace('"input": 0', f'"input": {value}')
     with pytest.raises(WireError, match="JSON"):
-        WIRE.parse(fields_of({"model": "m", "max_tokens": 1}) | {"messages": msgspec.Raw(raw.encode())}, Memory())
+        WIRE.parse(fields_of({"model": "m", "max_tokens": 1}) | {"messages": msgspec.Raw(raw.encode())}, WireMemory())
 
 
 JSON = st.recursive(
@@ -500,13 +491,13 @@ def test_a_reply_that_is_sent_back_is_the_message_that_was_recorded(message):
 @settings(max_examples=200, deadline=None)
 def test_a_stream_says_what_the_message_says(message):
     completion = replied(message, prompt_tokens=9, cached_tokens=5, completion_tokens=3)
-    streamed, _ = of_stream(WIRE.events(PARSED, completion, Memory()))
+    streamed, _ = of_stream(WIRE.events(PARSED, completion, WireMemory()))
     assert streamed == body_of(completion)
 
 
 def test_a_stream_comes_in_pieces_that_the_sdk_knows():
     completion = replied(calling('{"city": "Paris"}', content="a long text", reasoning_content="a long thought"))
-    events = list(WIRE.events(PARSED, completion, Memory()))
+    events = list(WIRE.events(PARSED, completion, WireMemory()))
     known = TypeAdapter(anthropic.types.RawMessageStreamEvent)
     assert [known.validate_python(data).type for _, data in events] == [name for name, _ in events]
     _, deltas = of_stream(events)

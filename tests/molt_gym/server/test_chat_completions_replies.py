@@ -15,8 +15,8 @@ from molt_gym.server.chat_completions import ChatCompletions, ParsedChat
 from molt_gym.server.errors import STATUS, WireError
 from molt_gym.server.exchange import Call, Completion, Options, Reply, Token
 from molt_gym.server.json import decode_fields, encode
+from molt_gym.server.memory import WireMemory
 from molt_gym.server.server import LoopbackServer
-from molt_gym.server.session import Session
 
 WIRE = ChatCompletions()
 MODEL = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
@@ -92,7 +92,7 @@ def test_a_reply_sent_back_is_the_message_that_was_recorded(replies):
         echoes = [choice["message"], ChatCompletion.model_validate(body).choices[choice["index"]].message.model_dump()]
         for echo in echoes:
             fields = decode_fields(encode({"messages": [echo]}))
-            sent_back = WIRE.parse(fields, Session("key", "", None)).call.messages
+            sent_back = WIRE.parse(fields, WireMemory()).call.messages
             assert same_message(sent_back[0], reply.message)
 
 

@@ -12,8 +12,8 @@ from molt_gym.messages import canonical, digest_of, validate_conversation
 from molt_gym.server.errors import WireError
 from molt_gym.server.exchange import Completion, Reply, Token
 from molt_gym.server.json import decode_fields, encode
+from molt_gym.server.memory import WireMemory
 from molt_gym.server.responses import Responses
-from molt_gym.server.session import Session
 
 WIRE = Responses()
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
@@ -27,7 +27,7 @@ ADD = {
 
 
 def new_memory():
-    return Session("key", "http://127.0.0.1", None)
+    return WireMemory()
 
 
 def parse(memory=None, **body):

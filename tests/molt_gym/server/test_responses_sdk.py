@@ -10,8 +10,8 @@ from openai.types.responses import Response, ResponseErrorEvent
 from molt_gym.server.errors import WireError
 from molt_gym.server.exchange import Completion, Reply, Token
 from molt_gym.server.json import decode_fields, encode
+from molt_gym.server.memory import WireMemory
 from molt_gym.server.responses import Responses
-from molt_gym.server.session import Session
 
 ADD = {
     "type": "function",
@@ -83,7 +83,7 @@ def client_of(server):
 
 def stream_and_response(reply, **body):
     """The events of a reply, and the reply, for one and the same completion."""
-    wire, memory = Responses(), Session("key", "", None)
+    wire, memory = Responses(), WireMemory()
     parsed = wire.parse(decode_fields(encode({"model": "policy", "input": "Hi"} | body)), memory)
     completion = Completion("a" * 24, 1_700_000_000, [reply])
     return list(wire.events(parsed, completion, memory)), wire.reply(parsed, completion, memory)
@@ -118,6 +118,11 @@ class TestStream:
                 assert [joined.get((index, at), "") for at in range(len(item["content"]))] == [
                     part["text"] for part in item["content"]
                 ]
+
+    def test_deltas_list_each_token_once(self):
+        events, _ = stream_and_response(Reply(assistant(LONG), tokens=TOKENS))
+        listed = [entry["token"] for kind, data in events if kind.endswith(".delta") for entry in data["logprobs"]]
+        assert listed == [token.text for token in TOKENS]
 
     def test_the_events_of_an_item_come_in_the_order_of_openai(self):
         events, _ = stream_and_response(Reply(assistant("Hi", "Hm", c1={})))

@@ -205,30 +205,6 @@ async def test_too_many_requests_at_once_are_told_to_wait(session, respondent, m
     await asyncio.gather(*running)
 
 
-def test_equal_bytes_are_read_once(session):
-    made = []
-
-    def make(value):
-        made.append(value)
-        return [value]
-
-    raw = b'{"role":"user","content":"ok"}'
-    first, second = session.intern(raw, make), session.intern(bytes(raw), make)
-    assert first[0] is second[0] and len(made) == 1
-    with pytest.raises(TypeError):
-        first[0]["content"] = "changed"
-
-
-def test_what_cannot_be_read_is_not_kept(session):
-    def refuse(value):
-        raise WireError("invalid_request", "no")
-
-    for _ in range(2):
-        with pytest.raises(WireError, match="no"):
-            session.intern(b"{}", refuse)
-    assert session.intern(b"{}", lambda value: []) == []
-
-
 async def test_options_reach_the_respondent(session, respondent):
     seen = []
 
