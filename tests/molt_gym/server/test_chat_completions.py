@@ -365,7 +365,7 @@ def test_messages_may_not_be_missing():
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": '
             '{"name": "f", "arguments": {"x": -1e999}}}]}]}',
-            "body",
+            "messages[0]",
         ),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "messages[0]"),
     ],
