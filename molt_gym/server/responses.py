@@ -25,7 +25,7 @@ import msgspec
 from ..messages import InternedMessage, Message
 from .errors import Kind, WireError, invalid, unsupported
 from .exchange import Call, Completion, Event, Memory, Options, Parsed
-from .json import decode
+from .json import decode, encode
 from .responses_items import read_items, write_items
 
 LOGPROBS = "message.output_text.logprobs"
@@ -53,7 +53,6 @@ _TYPES: dict[str, Any] = {
     "temperature": Annotated[float, msgspec.Meta(ge=0, le=2)],
     "text": dict[str, Any],
     "tool_choice": str | dict[str, Any],
-    "tools": list[dict[str, Any]],
     "top_logprobs": Annotated[int, msgspec.Meta(ge=0, le=20)],
     "top_p": Annotated[float, msgspec.Meta(gt=0, le=1)],
     "truncation": Literal["auto", "disabled"],
@@ -108,8 +107,9 @@ class Responses:
         system = _spoken(memory, "system", fields["instructions"]) if "instructions" in given else []
         if not conversation:
             raise invalid("input", "is empty; write a string or a list of at least one item")
-        tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
-        offered = [_chat_tool(tool) for tool in tools] if _may_call(given.get("tool_choice", "auto")) else []
+        tools, offered = _tools(fields.get("tools"), memory)
+        if not _may_call(given.get("tool_choice", "auto")):
+            offered = []
         if offered and given.get("parallel_tool_calls") is False:
             raise unsupported("parallel_tool_calls", "false; the model may call several tools at once, write true")
         options = Options(
@@ -185,11 +185,7 @@ def _field(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
     """The value of a known field, checked as far as it is the business of that field alone; None without one."""
     if name not in fields:
         return None
-    value = decode(bytes(fields[name]))
-    try:
-        value = msgspec.convert(value, _TYPES[name] | None)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise invalid(name, f"{show(value)}; {error}") from None
+    value = _converted(name, decode(bytes(fields[name])), _TYPES[name])
     match name, value:
         case "truncation", "auto":
             raise unsupported(name, "'auto'; nothing is dropped from a conversation here, write 'disabled'")
@@ -204,6 +200,13 @@ def _field(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
     return value
 
 
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind | None)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise invalid(name, f"{show(value)}; {error}") from None
+
+
 def _conversation(fields: Mapping[str, msgspec.Raw], given: dict[str, Any], memory: Memory) -> list[Message]:
     """What went before, and what is new."""
     before: list[Message] = []
@@ -212,17 +215,27 @@ def _conversation(fields: Mapping[str, msgspec.Raw], given: dict[str, Any], memo
             raise WireError("not_found", f"previous_response_id: {show(previous)} is no response of this session; send "
                             "its items", param="previous_response_id", code="previous_response_not_found")
         before = memory.responses[previous]
+    items = _items(fields.get("input", b"null"))
+    return [*before, *(_spoken(memory, "user", fields["input"]) if items is None else read_items(items, memory))]
+
+
+def _items(raw: bytes | msgspec.Raw) -> list[msgspec.Raw] | None:
+    """The items of an input; None if it is a string."""
     try:
-        value = _INPUT.decode(fields["input"]) if "input" in fields else None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("input", f"{error}; write a string or a list of items") from None
-    if isinstance(value, str):
-        return [*before, *_spoken(memory, "user", fields["input"])]
-    return [*before, *read_items(value or (), memory)]
+        value = _INPUT.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        value = decode(bytes(raw))
+        if isinstance(value, list):
+            value = [msgspec.Raw(encode(item)) for item in value]
+    if not isinstance(value, str | list | None):
+        raise invalid("input", f"{show(value)}; write a string or a list of items")
+    return None if isinstance(value, str) else value or []
 
 
 def _spoken(memory: Memory, role: str, raw: msgspec.Raw) -> list[Message]:
-    return memory.intern(b'["%b",%b]' % (role.encode(), raw), lambda said: [{"role": said[0], "content": said[1]}])
+    # No item begins with a blank, so that none is taken for this.
+    key = b' ["%b",%b]' % (role.encode(), bytes(raw))
+    return memory.intern(key, lambda said: [{"role": said[0], "content": said[1]}])
 
 
 def _may_call(choice: str | dict[str, Any]) -> bool:
@@ -232,6 +245,20 @@ def _may_call(choice: str | dict[str, Any]) -> bool:
         raise unsupported("tool_choice", f"{show(choice)}; no call can be forced and no tool held back, write 'auto' "
                           "or 'none', and offer only the tools that may be called")
     raise invalid("tool_choice", f"{show(choice)}; write 'auto' or 'none'")
+
+
+def _tools(raw: msgspec.Raw | None, memory: Memory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tools as the response repeats them, and in the chat form."""
+    if raw is None:
+        return [], []
+
+    def check(declared: Any) -> list[dict[str, Any]]:
+        declared = _converted("tools", declared, list[dict[str, Any]]) or ()
+        return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(declared)]
+
+    tools = memory.intern_tools(bytes(raw), check)
+    # No field begins with a blank, so that the one form is not taken for the other.
+    return tools, memory.intern_tools(b" %b" % bytes(raw), lambda _: map(_chat_tool, tools))
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ was read once costs a look-up when it comes again. Nothing is fetched on behalf 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from reprlib import repr as show
 from typing import Any
 
@@ -59,101 +58,85 @@ def read_items(raws: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
     Raises:
         WireError: names the item.
     """
-    turns: list[_Turn] = []
-    for index, raw in enumerate(raws):
+    entries: list[Message | _Turn] = []
+    index = 0
+
+    def read(item: Any) -> list[Message]:
+        return _read(item, f"input[{index}]", memory)
+
+    for index, raw in enumerate(raws):  # noqa: B007  read by `read`
         data = bytes(raw)
-        read = partial(_read_all, where=f"input[{index}]", memory=memory)
-        for message in memory.intern(b"[%b]" % data, read):
-            owner = _owner(_id_in(data), memory) if message["role"] == "assistant" else None
-            turn = _home(turns, message, owner)
+        for found in memory.intern(data, read):
+            if "kind" not in found:
+                entries.append(found)
+                continue
+            owner = found["owner"] if f"resp_{found['owner']}" in memory.responses else None
+            turn = _home(entries, found["kind"], owner)
             if turn is None:
-                turns.append(turn := _Turn())
-            turn.add(data, message, owner)
-    return [turn.message(memory) for turn in turns]
+                entries.append(turn := _Turn())
+            turn.add(data, found, owner)
+    return [entry.message(memory) if isinstance(entry, _Turn) else entry for entry in entries]
 
 
 @dataclass
 class _Turn:
-    """Items that are one message."""
+    """Pieces that are one assistant message.
+
+    A piece is a dict: its `kind`, the field of the message that it is; its `value`; its `owner`, the completion that
+    its id names, if it names one.
+    """
 
     data: list[bytes] = field(default_factory=list)
-    pieces: list[Message] = field(default_factory=list)
+    pieces: list[dict[str, Any]] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
     owner: str | None = None
 
-    def takes(self, message: Message, owner: str | None) -> bool:
-        if message["role"] != "assistant" or self.pieces[0]["role"] != "assistant":
-            return False
+    def takes(self, kind: str, owner: str | None) -> bool:
         if owner and self.owner and owner != self.owner:
             return False
-        kinds = {_kind(piece) for piece in self.pieces}
-        if _kind(message) == "reasoning_content":
-            return kinds == {"reasoning_content"}
-        return _kind(message) == "tool_calls" or "content" not in kinds
+        if kind == "reasoning_content":
+            return self.kinds == {kind}
+        return kind == "tool_calls" or kind not in self.kinds
 
-    def add(self, data: bytes, message: Message, owner: str | None) -> None:
+    def add(self, data: bytes, piece: dict[str, Any], owner: str | None) -> None:
         self.data.append(data)
-        self.pieces.append(message)
+        self.pieces.append(piece)
+        self.kinds.add(piece["kind"])
         self.owner = self.owner or owner
 
     def message(self, memory: Memory) -> Message:
-        if len(self.pieces) == 1:
-            return self.pieces[0]
-        return memory.intern(b"[%b]" % b",".join(self.data), lambda _: [_merge(self.pieces)])[0]
+        # No item begins with a blank, so that no item is taken for the items of a turn.
+        return memory.intern(b" [%b]" % b",".join(self.data), lambda _: [_merge(self.pieces)])[0]
 
 
-def _home(turns: Sequence[_Turn], message: Message, owner: str | None) -> _Turn | None:
-    """The turn that a message is a piece of; None for one of its own."""
-    for turn in reversed(turns):
-        if turn.takes(message, owner) and (turn is turns[-1] or turn.owner == owner):
-            return turn
-        if owner is None or turn.pieces[0]["role"] != "tool":
+def _home(entries: Sequence[Message | _Turn], kind: str, owner: str | None) -> _Turn | None:
+    """The turn that a piece belongs to; None if it begins one."""
+    for entry in reversed(entries):
+        if isinstance(entry, _Turn):
+            return entry if entry.takes(kind, owner) and (entry is entries[-1] or entry.owner == owner) else None
+        if owner is None or entry["role"] != "tool":
             break
     return None
 
 
-def _kind(piece: Message) -> str:
-    return next((kind for kind in ("reasoning_content", "tool_calls") if kind in piece), "content")
-
-
-def _merge(pieces: Sequence[Message]) -> Message:
+def _merge(pieces: Sequence[dict[str, Any]]) -> Message:
     merged: Message = {"role": "assistant", "content": ""}
     for piece in pieces:
-        match kind := _kind(piece):
-            case "content":
-                merged[kind] = piece[kind]
-            case "tool_calls":
-                merged[kind] = [*merged.get(kind, ()), *piece[kind]]
-            case _:
-                merged[kind] = f"{merged[kind]}\n\n{piece[kind]}" if kind in merged else piece[kind]
+        kind, value = piece["kind"], piece["value"]
+        if kind == "content" or kind not in merged:
+            merged[kind] = value
+        else:
+            merged[kind] = merged[kind] + value if kind == "tool_calls" else f"{merged[kind]}\n\n{value}"
     return merged
 
 
-class _Identified(msgspec.Struct):
-    id: Any = None
-
-
-_IDENTIFIED = msgspec.json.Decoder(_Identified)
-
-
-def _id_in(data: bytes) -> Any:
-    try:
-        return _IDENTIFIED.decode(data).id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _owner(item_id: Any, memory: Memory) -> str | None:
-    """The completion that an item came from, if it was one of this session."""
-    key = item_id.split("_")[1:2] if isinstance(item_id, str) else []
-    return key[0] if key and f"resp_{key[0]}" in memory.responses else None
-
-
-def _read_all(items: list[Any], where: str, memory: Memory) -> list[Message]:
-    return [message for item in items for message in _read(item, where, memory)]
+def _owner(item: Item) -> str | None:
+    item_id = item.get("id")
+    return item_id.split("_")[1] if isinstance(item_id, str) and "_" in item_id else None
 
 
 def _read(item: Any, where: str, memory: Memory) -> list[Message]:
-    """The message that an item spells; none for reasoning that cannot be read."""
+    """The message that an item is, or the piece of an assistant's; neither for reasoning that cannot be read."""
     if not isinstance(item, dict):
         raise invalid(where, f"{show(item)}; write an item such as {{'role': 'user', 'content': '...'}}")
     kind = item.get("type")
@@ -161,15 +144,15 @@ def _read(item: Any, where: str, memory: Memory) -> list[Message]:
         kind = "message" if "role" in item else "item_reference"
     match kind:
         case "message":
-            return [_message(item, where)]
+            message = _message(item, where)
+            return [_piece(item, "content", message["content"]) if message["role"] == "assistant" else message]
         case "reasoning":
-            texts = _texts(item, "content", where) or _texts(item, "summary", where)
-            text = "\n\n".join(texts)
-            return [{"role": "assistant", "content": "", "reasoning_content": text}] if text else []
+            text = "\n\n".join(_texts(item, "content", where) or _texts(item, "summary", where))
+            return [_piece(item, "reasoning_content", text)] if text else []
         case "function_call":
             function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
             call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
-            return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            return [_piece(item, "tool_calls", [call])]
         case "function_call_output":
             content = _content(item.get("output"), f"{where}.output")
             return [{"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}]
@@ -178,6 +161,10 @@ def _read(item: Any, where: str, memory: Memory) -> list[Message]:
     if not isinstance(kind, str):
         raise invalid(f"{where}.type", f"{show(kind)} is no string; write 'message', for one")
     raise unsupported(f"{where}.type", f"{show(kind)}; write message, function_call, function_call_output or reasoning")
+
+
+def _piece(item: Item, kind: str, value: Any) -> dict[str, Any]:
+    return {"kind": kind, "value": value, "owner": _owner(item)}
 
 
 def _message(item: Item, where: str) -> Message:
@@ -234,8 +221,10 @@ def _texts(item: Item, key: str, where: str) -> list[str]:
 
 def _referenced(item: Item, where: str, memory: Memory) -> Item:
     item_id = _string(item, "id", where)
-    if (owner := _owner(item_id, memory)) is not None:
-        for known in write_items(owner, memory.responses[f"resp_{owner}"][-1], tokens=()):
+    owner = _owner(item)
+    conversation = memory.responses.get(f"resp_{owner}")
+    if owner is not None and conversation is not None:
+        for known in write_items(owner, conversation[-1], tokens=()):
             if known["id"] == item_id:
                 return known
     raise WireError("not_found", f"{where}.id: {show(item_id)} is no output item of this session; write the item "

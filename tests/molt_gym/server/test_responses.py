@@ -84,6 +84,19 @@ class TestWhatIsUnderstood:
         )
         assert easy == items == [{"role": "developer", "content": "x"}, {"role": "user", "content": "Hi"}]
 
+    @pytest.mark.parametrize("value", ['"\\ud800"', '[{"role": "user", "content": "\\ud800"}]'])
+    def test_half_a_surrogate_pair_is_text(self, value):
+        body = b'{"input": %b, "instructions": "\\udc00"}' % value.encode()
+        messages = WIRE.parse(decode_fields(body), new_memory()).call.messages
+        assert [m["content"] for m in messages] == ["\udc00", "\ud800"]
+
+    def test_an_item_is_not_taken_for_what_is_remembered_of_another_field(self):
+        memory = new_memory()
+        parse(memory, input="Hi", tools=[ADD])
+        for body in ({"input": [["user", "Hi"]]}, {"input": "Hi", "tools": [[ADD]]}):
+            with pytest.raises(WireError):
+                parse(memory, **body)
+
     def test_images_and_several_texts_stay_parts(self):
         [message] = messages_of({"role": "user", "content": [
             {"type": "input_text", "text": "What is"},
