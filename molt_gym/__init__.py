@@ -149,3 +149,16 @@ def rollout(
 
 if "CodeExec-v0" not in _gym.registry:
     register("CodeExec-v0", "molt_gym.envs.code_exec:CodeExecEnv", max_episode_steps=3, nondeterministic=True)
+    register(
+        "AgentCodeExec-v0",
+        "molt_gym:AgentEnv",
+        max_episode_steps=3,
+        nondeterministic=True,
+        kwargs={"agent": "molt_gym.envs.code_exec:CodeExecAgent"},
+    )
+    register(
+        "ToolUse-v0",
+        "molt_gym:AgentEnv",
+        max_episode_steps=6,
+        kwargs={"agent": "molt_gym.envs.tool_use:ToolUseAgent"},
+    )

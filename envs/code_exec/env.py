@@ -1,23 +1,13 @@
 """CodeExec: the policy writes Python, the env runs it and tells what came of it, until the hidden tests pass."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from molt_gym.env import ChatEnv, Turn
-from molt_gym.errors import ConfigError
 from molt_gym.messages import Message, text_of
-from molt_gym.sandbox import Limits, make_sandbox
 
-from .dataset import Dataset
-from .demonstrations import demonstrations
-from .fences import program_in
-from .generator import SPLITS, Generator
-from .grading import NO_PROGRAM, grade
-from .tasks import TaskSource
+from .exercises import PRESETS, Exercises
 
 __all__ = ["CodeExecEnv"]
-
-SYSTEM = "Reply with only a ```python code block."
 
 
 class CodeExecEnv(ChatEnv):
@@ -30,76 +20,27 @@ class CodeExecEnv(ChatEnv):
     or "no_program".
 
     Args:
-        families: names of generated families (`generator.FAMILIES`); None: the eight that print one value.
-        difficulty: of generated tasks, from 1 on.
         split: "train" or "test"; no task is in both.
-        dataset: take the tasks from a dataset instead: a .jsonl or .parquet file, or a name on the hub.
-        dataset_split, prompt_column, tests_column, entry_point_column, shown_tests: see `dataset.Dataset`.
-        system: the system message; None: there is none.
-        sandbox: "bubblewrap", or "subprocess", which isolates neither files nor network nor processes.
-        seconds: time limit of each execution.
-        memory_mb: memory of each process of an execution, in MiB.
-        output_chars: how much of an output or error the policy is shown.
-        reuse: whether equal programs that can only do the same again are run once.
         render_mode: None or "ansi".
+        **options: further arguments of `Exercises`: `families` and `difficulty` of generated tasks, `dataset` for
+            tasks of one's own, the limits of an execution, and more.
 
     Raises:
         ConfigError: an argument makes no sense, or the sandbox cannot work here; the message says what to install.
+        TypeError: there is no such option.
     """
 
-    presets = {
-        "": {"rollout": {"max_tokens": 256}},
-        # One turn: the minutes of a first run are for learning to answer at once. Take more with rollout.max_turns.
-        "tiny": {"rollout": {"max_tokens": 40, "max_turns": 1}},
-        "smollm2-135m": {"steps": 20, "rollout": {"max_tokens": 40, "max_turns": 1}},
-    }
+    presets = PRESETS
 
-    def __init__(
-        self,
-        *,
-        families: Sequence[str] | None = None,
-        difficulty: int = 1,
-        split: str = "train",
-        dataset: str | None = None,
-        dataset_split: str | None = None,
-        prompt_column: str = "prompt",
-        tests_column: str = "tests",
-        entry_point_column: str = "entry_point",
-        shown_tests: int = 0,
-        system: str | None = SYSTEM,
-        sandbox: str = "bubblewrap",
-        seconds: float = 2.0,
-        memory_mb: int = 256,
-        output_chars: int = 300,
-        reuse: bool = True,
-        render_mode: str | None = None,
-    ) -> None:
+    def __init__(self, *, split: str = "train", render_mode: str | None = None, **options: Any) -> None:
         super().__init__(render_mode=render_mode)
-        if dataset is None:
-            self._source: TaskSource = Generator(families, difficulty, split)
-        elif families is not None:
-            raise ConfigError("families: these are for generated tasks; leave out families or dataset")
-        elif split not in SPLITS:
-            raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, SPLITS))}")
-        else:
-            self._source = Dataset(
-                dataset,
-                split,
-                rows=dataset_split,
-                prompt_column=prompt_column,
-                tests_column=tests_column,
-                entry_point_column=entry_point_column,
-                shown_tests=shown_tests,
-            )
-        self.num_tasks = self._source.num_tasks
-        self._system, self._reuse = system, reuse
-        self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_chars=output_chars)
-        self._sandbox = make_sandbox(sandbox)
+        self._exercises = Exercises(split=split, **options)
+        self.num_tasks = self._exercises.num_tasks
 
     def begin(self, index: int) -> list[Message]:
         """The instruction and the prompt of the task."""
-        self._task = self._source.task(index)
-        return self._opening(self._task.prompt)
+        self._task = self._exercises.task(index)
+        return self._exercises.opening(self._task)
 
     def answer(self, message: Message) -> Turn:
         """Runs the program of a reply.
@@ -107,13 +48,11 @@ class CodeExecEnv(ChatEnv):
         Raises:
             EnvFailure: the sandbox did not work ("sandbox"), or the tests fit no solution at all ("tests").
         """
-        program = program_in(text_of(message))
-        if program is None:
-            return Turn([_user(NO_PROGRAM)], info={"outcome": "no_program"})
-        verdict = grade(self._sandbox, program, self._task, self._limits, reuse=self._reuse)
+        verdict = self._exercises.assess(self._task, text_of(message))
+        info = {"outcome": verdict.outcome}
         if verdict.outcome == "passed":
-            return Turn(reward=1.0, terminated=True, info={"outcome": "passed"})
-        return Turn([_user(verdict.feedback)], info={"outcome": verdict.outcome})
+            return Turn(reward=1.0, terminated=True, info=info)
+        return Turn([{"role": "user", "content": verdict.feedback}], info=info)
 
     def demonstrations(self, count: int, seed: int = 0) -> list[list[Message]]:
         """Noisy conversations to warm up a small policy with, fixed by the seed; see `demonstrations.py`.
@@ -121,18 +60,9 @@ class CodeExecEnv(ChatEnv):
         Raises:
             ValueError: the tasks are not those that print one value.
         """
-        if not isinstance(self._source, Generator):
-            raise ValueError("demonstrations: there are none for a dataset")
-        return demonstrations(self._source, self._opening, count, seed)
+        return self._exercises.demonstrations(count, seed)
 
     def close(self) -> None:
         """Ends what is running."""
-        self._sandbox.cancel()
+        self._exercises.cancel()
         super().close()
-
-    def _opening(self, prompt: str) -> list[Message]:
-        return ([{"role": "system", "content": self._system}] if self._system else []) + [_user(prompt)]
-
-
-def _user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}

@@ -28,7 +28,7 @@ _WRONG = "Wrong, try again."
 class Verdict:
     """The outcome for one program, and what the policy is told about it, "" if it passed."""
 
-    outcome: Literal["passed", "wrong", "error", "timeout"]
+    outcome: Literal["passed", "wrong", "error", "timeout", "no_program"]
     feedback: str = ""
 
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import molt_gym
 from molt_gym.errors import ConfigError
-from molt_gym.tokens import Renderer
+from molt_gym.tokens import Generation, Renderer, TokenGraph
 from molt_gym.trainers.models import resolve_model
-from molt_gym.trainers.models.tiny_tokenizer import Example, encode_examples, train_tokenizer
+from molt_gym.trainers.models.tiny_tokenizer import VOCABULARY, Example, encode_examples, train_tokenizer
 from molt_gym.trainers.models.warm_start import train_on_examples
 
 
@@ -41,6 +41,37 @@ class RepeatEnv(molt_gym.ChatEnv):
         return talk(min(count, self.demonstrated), seed)
 
 
+TOOLS = [{"type": "function", "function": {"name": name, "description": "Says a number.", "parameters": {
+    "type": "object", "properties": {parameter: {"type": "integer"} for parameter in parameters}}}}
+    for name, parameters in (("say", ("number", "loudly")), ("hush", ()))]
+
+
+def calls(count, seed=0):
+    """Conversations in which the assistant has a tool repeat the number."""
+    conversations = []
+    for system, user, _ in talk(count, seed):
+        number = user["content"][4:-1]
+        function = {"name": "say", "arguments": json.dumps({"number": int(number)})}
+        conversations.append([
+            system, user,
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "c", "content": number},
+            {"role": "assistant", "content": f"It is {number}"}])
+    return conversations
+
+
+class Caller(molt_gym.ChatAgent):
+    """Repeat a number with a tool."""
+
+    tools = TOOLS
+
+    def run(self, ctx):
+        return 0.0
+
+    def demonstrations(self, count, seed=0):
+        return calls(min(count, 64), seed)
+
+
 class SilentEnv(RepeatEnv):
     """No demonstrations."""
 
@@ -52,8 +83,9 @@ def at_hand(monkeypatch, tmp_path):
     monkeypatch.setenv("MOLT_GYM_CACHE", str(tmp_path / "cache"))
     gym.register("RepeatTest-v0", entry_point=RepeatEnv)
     gym.register("SilentTest-v0", entry_point=SilentEnv)
+    gym.register("CallTest-v0", entry_point="molt_gym:AgentEnv", kwargs={"agent": Caller})
     yield
-    for env_id in ("RepeatTest-v0", "SilentTest-v0"):
+    for env_id in ("RepeatTest-v0", "SilentTest-v0", "CallTest-v0"):
         del gym.registry[env_id]
 
 
@@ -86,6 +118,45 @@ def test_examples_hold_what_the_renderer_gives_and_mark_what_the_assistant_said(
         said = [i for i, own in zip(*example, strict=True) if own]
         assert renderer.decode(said) == "".join(
             message["content"] + "<|im_end|>" for message in conversation if message["role"] == "assistant")
+
+
+def test_tools_and_their_calls_are_written_as_the_renderer_writes_them():
+    tokenizer = train_tokenizer(calls(600), TOOLS)
+    renderer = Renderer(tokenizer)
+    twice = calls(1)[0]
+    twice[2] = twice[2] | {"content": "Well:", "tool_calls": twice[2]["tool_calls"] * 2}
+    for conversation in (*calls(5), twice, calls(1)[0][1:], talk(1)[0]):
+        for tools in (TOOLS, ()):
+            [example] = encode_examples(tokenizer, [conversation], tools)
+            assert example.ids == renderer.render(conversation, tools, add_generation_prompt=False)
+    text = renderer.decode(renderer.render(twice, TOOLS))
+    assert "Repeat the number.\ntools: say(number, loudly), hush()<|im_end|>" in text
+    number = twice[3]["content"]
+    call = f'<tool_call>\n{{"name": "say", "arguments": {{"number": {number}}}}}\n</tool_call>'
+    assert f"<|im_start|>assistant\nWell:\n{call}\n{call}<|im_end|>\n<|im_start|>tool\n{number}<|im_end|>" in text
+
+
+def test_a_call_is_read_and_its_result_extends_what_was_sampled():
+    tokenizer = train_tokenizer(calls(600), TOOLS)
+    renderer = Renderer(tokenizer)
+    system, user, call, result, _ = calls(1)[0]
+    arguments = call["tool_calls"][0]["function"]["arguments"]
+    said = f'<tool_call>\n{{"name": "say",  "arguments": {arguments}}}\n</tool_call>'
+    sampled = [*tokenizer(said, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    graph = TokenGraph(renderer)
+    prompt = graph.prepare([system, user], TOOLS)
+    reply = renderer.parse(sampled, prompt.messages, TOOLS)
+    assert reply["tool_calls"][0]["function"] == call["tool_calls"][0]["function"] and not reply["content"]
+    graph.commit(prompt, Generation(sampled, [-0.1] * len(sampled), [0] * len(sampled), "stop"), reply)
+    following = graph.prepare([system, user, reply, result], TOOLS)
+    assert following.kind == "extend" and list(following.ids)[: -len(following.context)] == [*prompt.ids, *sampled]
+
+
+def test_markers_of_calls_are_single_tokens_where_there_are_calls(tokenizer):
+    caller = train_tokenizer(calls(600), TOOLS)
+    for marker in ("<tool_call>", "</tool_call>"):
+        assert caller.tokenize(marker) == [marker] and len(tokenizer.tokenize(marker)) > 1
+    assert len(caller) <= VOCABULARY and caller.decode(caller("<tool_call>x").input_ids) == "<tool_call>x"
 
 
 def test_only_what_the_assistant_said_is_learnt():
@@ -128,6 +199,11 @@ def test_transformers_loads_tiny(tmp_path):
     assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert Renderer(tokenizer).stop_token_ids == (tokenizer.eos_token_id,)
     assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_an_agent_is_asked_for_its_demonstrations_and_tools():
+    path = resolve_model("tiny", env="CallTest-v0", say=str).path
+    assert "<tool_call>" in AutoTokenizer.from_pretrained(path).get_vocab()
 
 
 def test_an_env_without_demonstrations_is_told_what_to_add():

@@ -1,0 +1,170 @@
+"""Tasks without end, made from an index: questions about numbers that take a tool or two to answer.
+
+Invariants: a task depends on split, difficulty, family and index alone; a question belongs to one split, chosen by its
+hash, so that no question of "test" is ever met in "train".
+"""
+
+import json
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from molt_gym.errors import ConfigError
+
+from .tools import CALCULATE, COLUMNS, LOOK_UP, Table, run_tool
+
+__all__ = ["DEFAULT_FAMILIES", "FAMILIES", "SPLITS", "Generator", "Task", "ToolCall"]
+
+SPLITS = ("train", "test")
+_TEST_ONE_IN = 5
+_ITEMS = (
+    "apple bag ball bell belt boat book boot bowl box bread brush cake candle chair clock cloth coat coin comb cup "
+    "desk door drum fan flag fork glass glove gold hat iron jar key kite knife lamp lock map mask milk nail oil paint "
+    "pan paper pen pipe plate pot ring rope rug salt saw scarf shoe soap sock spoon stamp stone sugar table tea tent "
+    "tool towel toy tray tree vase wheel whip wine wool"
+).split()
+_ITEMS_IN_TABLE = 4
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; `arguments` are JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question and its answer.
+
+    Args:
+        question: the text of the user's message.
+        table: what `look_up` reads.
+        right: calls, the last of which gives the answer.
+        wrong: the mistake that demonstrations make most, likewise.
+    """
+
+    question: str
+    table: Table
+    right: tuple[ToolCall, ...]
+    wrong: tuple[ToolCall, ...]
+
+    @property
+    def answer(self) -> int:
+        """The right number."""
+        return int(run_tool(self.right[-1].name, self.right[-1].arguments, self.table))
+
+
+class Generator:
+    """Tasks of some families in turn.
+
+    Args:
+        families: names in `FAMILIES`; None: those of `DEFAULT_FAMILIES`.
+        difficulty: from 1 on; longer numbers.
+        split: "train" or "test".
+
+    Raises:
+        ConfigError: there is no such family, difficulty or split.
+    """
+
+    def __init__(self, families: Sequence[str] | None = None, difficulty: int = 1, split: str = "train") -> None:
+        self.families = tuple(DEFAULT_FAMILIES if families is None else families)
+        unknown = [family for family in self.families if family not in FAMILIES]
+        if unknown or not self.families:
+            raise ConfigError(f"families: {unknown or 'none'}; choose from {', '.join(FAMILIES)}")
+        if isinstance(difficulty, bool) or not isinstance(difficulty, int) or not 1 <= difficulty <= 9:
+            raise ConfigError(f"difficulty: {difficulty!r}; write an integer from 1 to 9")
+        if split not in SPLITS:
+            raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, SPLITS))}")
+        self.difficulty, self.split = difficulty, split
+
+    def task(self, index: int) -> Task:
+        """The task of an index, of family number `index` modulo their number."""
+        family = self.families[index % len(self.families)]
+        rng = random.Random(f"{self.split}/{self.difficulty}/{family}/{index}")
+        while True:
+            task = FAMILIES[family](rng, self.difficulty)
+            held_out = zlib.crc32(f"{family}/{task.question}".encode()) % _TEST_ONE_IN == 0
+            if held_out == (self.split == "test"):
+                return task
+
+
+Family = Callable[[random.Random, int], Task]
+
+
+def calculation(expression: str) -> ToolCall:
+    """The call that calculates."""
+    return ToolCall(CALCULATE, json.dumps({"expression": expression}))
+
+
+def look(item: str, column: str) -> ToolCall:
+    """The call that looks up."""
+    return ToolCall(LOOK_UP, json.dumps({"item": item, "column": column}))
+
+
+def _arithmetic(question: str, right: str, wrong: str) -> Family:
+    """Questions about numbers a, b and c."""
+
+    def make(rng: random.Random, difficulty: int) -> Task:
+        numbers = {name: rng.randint(2, 10 ** (difficulty + 1) - 1) for name in "abc"}
+        calls = [(calculation(expression.format(**numbers)),) for expression in (right, wrong)]
+        return Task(question.format(**numbers), _table(rng, difficulty), *calls)
+
+    return make
+
+
+def _looked_up(question: str, column: str, mistaken: str) -> Family:
+    def make(rng: random.Random, difficulty: int) -> Task:
+        table = _table(rng, difficulty)
+        item = rng.choice(list(table))
+        return Task(question.format(item), table, (look(item, column),), (look(item, mistaken),))
+
+    return make
+
+
+def _cost(rng: random.Random, difficulty: int) -> Task:
+    """Looks a price up and calculates with it; the mistake is to forget the latter."""
+    table = _table(rng, difficulty)
+    item, count = rng.choice(list(table)), rng.randint(2, 10 ** (difficulty + 1) - 1)
+    price = look(item, "price")
+    return Task(
+        f'What do {count} of "{item}" cost?',
+        table,
+        (price, calculation(f"{count}*{table[item]['price']}")),
+        (price,),
+    )
+
+
+def _worth(rng: random.Random, difficulty: int) -> Task:
+    """Looks up two numbers and multiplies them; the mistake is to add them."""
+    table = _table(rng, difficulty)
+    item = rng.choice(list(table))
+    row, looks = table[item], (look(item, "stock"), look(item, "price"))
+    right, wrong = (calculation(f"{row['stock']}{sign}{row['price']}") for sign in "*+")
+    return Task(f'What is all of "{item}" worth?', table, (*looks, right), (*looks, wrong))
+
+
+def _table(rng: random.Random, difficulty: int) -> Table:
+    def number() -> int:
+        return rng.randint(10**difficulty, 10 ** (difficulty + 1) - 1)
+
+    return {item: {column: number() for column in COLUMNS} for item in rng.sample(_ITEMS, _ITEMS_IN_TABLE)}
+
+
+FAMILIES: dict[str, Family] = {
+    "times": _arithmetic("What is {a} times {b}?", "{a}*{b}", "{a}+{b}"),
+    "square": _arithmetic("What is the square of {a}?", "{a}**2", "{a}*2"),
+    "fence": _arithmetic("How long is a fence around {a} by {b} meters?", "2*({a}+{b})", "{a}*{b}"),
+    "boxes": _arithmetic("How much is {a} boxes of {b}, and {c} more?", "{a}*{b}+{c}", "{a}+{b}+{c}"),
+    "price": _looked_up('What does "{}" cost?', "price", "stock"),
+    "stock": _looked_up('How many of "{}" are there?', "stock", "price"),
+    "weight": _looked_up('How heavy is "{}"?', "weight", "price"),
+    "cost": _cost,
+    "worth": _worth,
+}
+"""All families by name."""
+
+DEFAULT_FAMILIES = tuple(family for family in FAMILIES if family != "worth")
+"""Those that take at most two calls."""
