@@ -23,6 +23,8 @@ from .context import AgentContext
 
 __all__ = ["AgentRun", "AgentSession", "ProgramFailed", "agent_rng"]
 
+_LONGEST = 2000
+
 
 class AgentSession(Protocol):
     """What a run reads of a server's session; see `molt_gym.server.session.Session`."""
@@ -191,7 +193,7 @@ def _env_failure(error: BaseException) -> EnvFailure | None:
 
 
 def _described(error: BaseException) -> str:
-    summary = "".join(traceback.format_exception_only(error)).strip()
+    summary = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
     if isinstance(error, ProgramFailed):
         return str(error)
     return f"{summary}\n{''.join(traceback.format_tb(error.__traceback__, limit=-4))}".rstrip()

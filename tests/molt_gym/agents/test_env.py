@@ -2,6 +2,8 @@ import asyncio
 import json
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -353,6 +355,27 @@ def test_an_env_that_is_dropped_ends_its_agent():
     env.reset()
     del env
     assert ended.wait(10)
+
+
+BLOCKED = """
+import asyncio, time
+from molt_gym.agents import AgentEnv
+
+async def agent(ctx):
+    sleeping = asyncio.ensure_future(asyncio.to_thread(time.sleep, 1000))
+    await ctx.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+def sync_agent(ctx):
+    ctx.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+envs = [AgentEnv(agent), AgentEnv(sync_agent)]
+print([env.reset()[0]["messages"][0]["content"] for env in envs])
+"""
+
+
+def test_agents_that_were_left_do_not_keep_the_interpreter_from_ending():
+    run = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=30)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "['hi', 'hi']\n", "")
 
 
 def test_a_request_that_nobody_waits_for_any_more_is_no_observation(make_env, say):
