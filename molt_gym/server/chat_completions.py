@@ -24,7 +24,7 @@ import msgspec
 from ..messages import Message, text_of
 from .errors import Kind, WireError, invalid, unsupported
 from .exchange import Call, Completion, Event, Memory, Options, Parsed, Reply, Token
-from .json import decode
+from .json import decode, encode
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
@@ -259,7 +259,10 @@ def _messages(fields: Mapping[str, msgspec.Raw], memory: Memory) -> list[Message
     try:
         items = _ITEMS.decode(fields.get("messages", b"null"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise invalid("messages", "is no list; write a list of at least one message") from None
+        value = _read(fields, "messages")
+        if not isinstance(value, list):
+            raise invalid("messages", "is no list; write a list of at least one message") from None
+        items = [encode(item) for item in value]
     if not items:
         raise invalid("messages", "is empty; write a list of at least one message")
     messages: list[Message] = []
