@@ -9,6 +9,7 @@ a known history costs one look-up each.
 """
 
 import copy
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,13 +103,17 @@ class TokenGraph:
         self._keys: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def prepare(self, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
+    def prepare(self, messages: Sequence[Message], tools: Tools = (), *, limit: float = math.inf) -> Prompt:
         """The prompt for a conversation; records nothing.
 
         It goes on from the longest recorded conversation (with the same tools) that the messages extend and that the
         template leaves as it is. The same messages asked again give the same prompt: a new sample.
 
+        Args:
+            limit: how many ids fit, as in `Renderer.render`: a prompt that is returned may still be too long.
+
         Raises:
+            PromptTooLong: the text cannot fit.
             ValueError: as `Renderer.render`.
         """
         messages, tools = list(messages), tools if type(tools) is InternedTools else list(tools)
@@ -119,8 +124,8 @@ class TokenGraph:
             parent = None if point is None else self._conversations.get(point)
             if parent is not None:
                 before, reply, new = messages[: length - 1], messages[length - 1], messages[length:]
-                sampled = self._nodes[parent].ids
-                context = self._renderer.extend(before, reply, new, tools, sampled, keep=self._keep)
+                sampled, room = self._nodes[parent].ids, limit - self._nodes[parent].end
+                context = self._renderer.extend(before, reply, new, tools, sampled, keep=self._keep, limit=room)
                 if context is not None:
                     ids = self._path(parent) + tuple(context)
                     kind = "fork" if forked else "extend"
@@ -128,7 +133,7 @@ class TokenGraph:
             # A recorded prompt, or a recorded reply, that it goes on from, but not as it was recorded.
             forked = forked or length < len(messages) and point in self._prompts
             forked = forked or digests[length - 1] in self._reply_digests
-        ids = tuple(self._renderer.render(messages, tools))
+        ids = tuple(self._renderer.render(messages, tools, limit=limit))
         return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)
 
     def unseen_text(self, messages: Sequence[Message], tools: Tools = ()) -> int:

@@ -9,19 +9,25 @@ Added tokens that are mere vocabulary (words, white space) are no markers and wo
 """
 
 import functools
+import math
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Encoding, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+from ..errors import PromptTooLong
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 _PRIVATE_ESCAPE = re.compile(r"\\u([eE][\da-fA-F]{3}|[fF][0-8][\da-fA-F]{2})")
 _CACHED_PIECE = 2000
 _CACHED_TEXT = 20_000
 
-# From this length on, text is encoded as a batch: `encode` holds the interpreter's lock, `encode_batch` does not.
-_LONG = 10_000
+# Characters that other threads may have to wait for.
+_STEP = 10_000
+
+# Characters that Unicode's NFC may make one of.
+_MOST_COMPOSED = 4
 
 # Templates compare tool schemas with these words, so they reach the template as they are.
 _SCHEMA_WORDS = frozenset(
@@ -52,8 +58,18 @@ class Markers:
         self._cached_piece = functools.lru_cache(maxsize=4096)(self._encode_piece)
         self._cached_spans = functools.lru_cache(maxsize=256)(self._find_spans)
 
-    def encode(self, text: str, shield: "Shield", *, at_start: bool = True) -> list[int]:
-        """Ids of rendered text. `at_start` False: the text continues a sequence."""
+    def encode(self, text: str, shield: "Shield", *, at_start: bool = True, limit: float = math.inf) -> list[int]:
+        """Ids of rendered text. `at_start` False: the text continues a sequence.
+
+        Raises:
+            PromptTooLong: it is plain without encoding it that the text takes more than `limit` ids.
+        """
+        if len(text) > limit and len(text) > limit * self._widest:
+            fewest = max(math.ceil(len(text) / self._widest), 1)
+            raise PromptTooLong(
+                f"the prompt: its {len(text)} new characters take at least {fewest} tokens, and there is room for "
+                f"{max(limit, 0)}; shorten the messages"
+            )
         ids: list[int] = []
         position = 0
         for marker, start, end in [*self._splitter.find(text), (None, len(text), len(text))]:
@@ -84,15 +100,34 @@ class Markers:
         if run:
             yield False, self._backend.decode(run, skip_special_tokens=False)
 
+    @functools.cached_property
+    def _widest(self) -> float:
+        """The most characters that one id may stand for; infinite where the tokenizer may drop some."""
+        backend = self._backend
+        steps = bytes(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else b""
+        by_bytes = isinstance(backend.model, models.BPE) and b'"ByteLevel"' in steps and b'"Removed"' not in steps
+        composes = isinstance(backend.normalizer, normalizers.NFC)
+        if not by_bytes or not self._splitter.literal or not (composes or backend.normalizer is None):
+            return math.inf
+        vocabulary = backend.get_vocab()
+        if any(character not in vocabulary for character in pre_tokenizers.ByteLevel.alphabet()):
+            return math.inf
+        return max(map(len, vocabulary)) * (_MOST_COMPOSED if composes else 1)
+
     def _find_spans(self, text: str, special_only: bool) -> Sequence[tuple[int, int]]:
         markers = self.special if special_only else self.all
         return [(start, end) for _, start, end in markers.find(text)]
 
     def _encode_piece(self, text: str, first: bool) -> tuple[int, ...]:
-        encoding = _encoded(self._spell_first if first else self._spell, text)
-        ids = encoding.ids
+        speller = self._spell_first if first else self._spell
+        if len(text) < _STEP:
+            ids = speller.encode(text, add_special_tokens=False).ids
+        else:
+            # `encode` would hold the interpreter's lock all the while.
+            ids = speller.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._control.isdisjoint(ids):
             return tuple(ids)
+        (encoding,) = speller.encode_batch([text], add_special_tokens=False)
         start, end = next(span for i, span in zip(ids, encoding.offsets, strict=True) if i in self._control)
         if end - start < 2:
             raise ValueError(f"text {text[start:end]!r}: the tokenizer can only write it as a control token")
@@ -176,20 +211,30 @@ class _Scanner:
         exact = normalizer is None or not any(token.normalized for token in tokens.values())
         self._firsts = {token.content[:1] for token in tokens.values()} if exact else None
         self._spelled = {token.content: i for i, token in tokens.items()}
+        self.longest = max(map(len, self._spelled), default=0)
         longest_first = sorted(map(re.escape, self._spelled), key=len, reverse=True)
         literal = exact and not any(token.lstrip or token.rstrip or token.single_word for token in tokens.values())
-        literal = literal and len({token.normalized for token in tokens.values()}) == 1
-        self._pattern = re.compile("|".join(longest_first)) if literal else None
+        self.literal = literal and len({token.normalized for token in tokens.values()}) == 1
+        self._pattern = re.compile("|".join(longest_first)) if self.literal else None
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """(id, start, end) of every added token in the text."""
         if self._firsts is not None and not any(first in text for first in self._firsts):
             return []
-        if self._pattern is not None and len(text) < _LONG:
-            return [(self._spelled[match[0]], *match.span()) for match in self._pattern.finditer(text)]
-        encoding = _encoded(self._scanner, text)
+        if self._pattern is not None:
+            return list(self._search(self._pattern, text))
+        (encoding,) = self._scanner.encode_batch([text], add_special_tokens=False)
         found = zip(encoding.ids, encoding.offsets, strict=True)
         return [(self._ids[i], start, end) for i, (start, end) in found if i in self._ids]
+
+    def _search(self, pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int, int]]:
+        """In steps, between which other threads have their turn."""
+        position = 0
+        for stop in range(_STEP, len(text) + _STEP, _STEP):
+            while (match := pattern.search(text, position, stop + self.longest)) and match.start() < stop:
+                position = match.end()
+                yield self._spelled[match[0]], match.start(), position
+            position = max(position, stop)
 
 
 class _MarkerSet(_Scanner):
@@ -198,7 +243,6 @@ class _MarkerSet(_Scanner):
     def __init__(self, tokens: dict[int, AddedToken], normalizer: Any) -> None:
         super().__init__(tokens, normalizer)
         texts = [token.content for token in tokens.values()]
-        self._longest = max(map(len, texts), default=0)
         self._prefixes = _grouped({text[:k] for text in texts for k in range(1, len(text))}, -1)
         self._suffixes = _grouped({text[k:] for text in texts for k in range(1, len(text))}, 0)
         self._joined = "\0".join(texts)
@@ -210,7 +254,7 @@ class _MarkerSet(_Scanner):
             return
         start = text.index(core)
         end = start + len(core)
-        inside = len(core) < self._longest and core in self._joined
+        inside = len(core) < self.longest and core in self._joined
         if inside or core.startswith(self._suffixes.get(core[0], ())):
             yield start, start + 1
             start += 1
@@ -223,12 +267,6 @@ def _grouped(texts: Iterable[str], place: int) -> dict[str, tuple[str, ...]]:
     for text in texts:
         groups[text[place]] = (*groups.get(text[place], ()), text)
     return groups
-
-
-def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
-    if len(text) < _LONG:
-        return tokenizer.encode(text, add_special_tokens=False)
-    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _speller(backend: Tokenizer, *, first: bool) -> Tokenizer:

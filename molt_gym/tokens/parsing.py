@@ -22,9 +22,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def parse_reply(
-    text: str, messages: Sequence[Message] = (), *, thinking: bool = False, tools: Tools = ()
-) -> Message:
+def parse_reply(text: str, messages: Sequence[Message] = (), *, thinking: bool = False, tools: Tools = ()) -> Message:
     """The assistant message that `text` spells.
 
     Args:

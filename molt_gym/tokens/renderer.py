@@ -7,7 +7,9 @@ there.
 
 import functools
 import json
+import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +64,21 @@ class Renderer:
         self.stop_token_ids = tuple(dict.fromkeys([*_configured_stops(tokenizer), *self._ends_of_turn()]))
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        add_generation_prompt: bool = True,
+        limit: float = math.inf,
     ) -> list[int]:
         """Ids of a conversation, with the header of the next reply if `add_generation_prompt`.
 
+        Args:
+            limit: how many ids fit. Text far too long for that is refused without being encoded; ids that are returned
+                may still be more.
+
         Raises:
+            PromptTooLong: the text cannot fit.
             ValueError: there are no messages, or one has an unknown role or a part that is no text.
             ChatTemplateError: the template refuses the conversation.
         """
@@ -79,7 +91,7 @@ class Renderer:
         prepared = self._template.prepare(messages, shield)
         schemas = tools if easy else shield.value(tools)
         text = self._template.write(prepared, schemas, header=add_generation_prompt)
-        return self._markers.encode(text, shield)
+        return self._markers.encode(text, shield, limit=limit)
 
     def extend(
         self,
@@ -90,6 +102,7 @@ class Renderer:
         sampled_ids: Sequence[int],
         *,
         keep: bool = False,
+        limit: float = math.inf,
     ) -> list[int] | None:
         """Context to append to `sampled_ids`, which were sampled as `reply` to `messages`.
 
@@ -99,13 +112,17 @@ class Renderer:
         Args:
             keep: go on from the sampled ids also where the template would now write the history differently (without
                 the reasoning of earlier turns, say).
+            limit: how many ids fit, as in `render`.
 
         Returns:
             Ids, or None where the template would write the history differently.
+
+        Raises:
+            PromptTooLong: the text cannot fit.
         """
         shorter = window(messages, reply, new_messages, self._template.source)
         history = messages if shorter is None or not self.writes_locally else shorter
-        return self._extend(history, reply, new_messages, tools, sampled_ids, keep=keep, place=len(messages))
+        return self._extend(history, reply, new_messages, tools, sampled_ids, keep, limit, len(messages))
 
     def _extend(
         self,
@@ -114,9 +131,9 @@ class Renderer:
         new_messages: Sequence[Message],
         tools: Tools,
         sampled_ids: Sequence[int],
-        *,
-        keep: bool,
-        place: int,
+        keep: bool = False,
+        limit: float = math.inf,
+        place: int = 0,
     ) -> list[int] | None:
         """`extend` by what the template does with `messages`. `place`: of the reply in the conversation, for errors."""
         template = self._template
@@ -138,7 +155,7 @@ class Renderer:
             return None
         if tail is None:
             return None
-        ids = self._markers.encode(tail, shield, at_start=False)
+        ids = self._markers.encode(tail, shield, at_start=False, limit=limit)
         ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if ended else ids
 
@@ -168,6 +185,13 @@ class Renderer:
             text += segment if control else shield.whole(segment)
         thinking = self._template.style.opens_thinking
         return shield.lift(parse_reply(text, messages, thinking=thinking, tools=tools))
+
+    def reasoning_length(self, ids: Sequence[int]) -> int:
+        """How many of the ids of a reply with reasoning belong to it: those up to the end of its `<think>` block."""
+        marker = self._markers.ids.get(END_THINK)
+        if marker is not None:
+            return list(ids).index(marker) + 1 if marker in ids else len(ids)
+        return bisect_left(range(len(ids)), True, key=lambda n: END_THINK in self.decode(ids[:n]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
@@ -205,9 +229,7 @@ class Renderer:
             shorter = window(messages, reply, new, self._template.source)
             if shorter is None:
                 continue
-            whole, part = (
-                self._extend(history, reply, new, tools, (), keep=False, place=0) for history in (messages, shorter)
-            )
+            whole, part = (self._extend(history, reply, new, tools, ()) for history in (messages, shorter))
             if whole != part and self._writes(messages, tools):
                 return False
         return True

@@ -42,12 +42,14 @@ def window(messages: Sequence[Message], reply: Message, new: Sequence[Message], 
     first = next((place for place, message in enumerate(messages) if message["role"] not in _LEADING), len(messages))
     looping = reply.get("tool_calls") and new and all(message["role"] == "tool" for message in new)
     start = len(messages) - 1
-    if looping:
+    if looping and first < len(messages) and _asks(messages[first], source):
         while start > first and messages[start]["role"] == "tool":
             start -= 1
-    else:
+    elif not looping:
         while start > first and not _opens(messages, start, source):
             start -= 1
+    else:
+        return None
     role = messages[start]["role"] if start > first + 2 else None
     if role == "user":
         return [*messages[:first], QUESTION, _ANSWER, *messages[start:]]
@@ -59,10 +61,12 @@ def window(messages: Sequence[Message], reply: Message, new: Sequence[Message], 
 def _opens(messages: Sequence[Message], place: int, source: str) -> bool:
     """Whether a message is a question that comes after an answer."""
     message, before = messages[place], messages[place - 1]
-    if message["role"] != "user" or before["role"] != "assistant" or before.get("tool_calls"):
-        return False
-    tag = _TAG.match(text_of(message))
-    return tag is None or tag[1] not in source
+    return before["role"] == "assistant" and not before.get("tool_calls") and _asks(message, source)
+
+
+def _asks(message: Message, source: str) -> bool:
+    tag = _TAG.match(text_of(message)) if message["role"] == "user" else None
+    return message["role"] == "user" and (tag is None or tag[1] not in source)
 
 
 def probes() -> Iterator[Extension]:

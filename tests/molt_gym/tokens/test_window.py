@@ -113,6 +113,19 @@ def test_the_end_of_a_conversation_gives_what_the_whole_gives(pair, family, mess
     assert quick.extend(*extension, keep=keep) == whole.extend(*extension, keep=keep)
 
 
+def test_a_conversation_without_a_question_is_written_whole(pair):
+    quick, whole = pair(families.QWEN3)
+    function = {"name": "f", "arguments": "{}"}
+    calls = {"tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "ok"}
+    reply = {"role": "assistant", "content": "", "reasoning_content": "hm", **calls}
+    for fed in ("<tool_response>ok</tool_response>", "ok"):
+        talk = [{"role": "user", "content": fed}, *[{"role": "assistant", "content": "", **calls}, result] * 3]
+        extensions = [renderer.extend(talk, reply, [result], [], []) for renderer in (quick, whole)]
+        assert extensions[0] == extensions[1]
+        assert (extensions[0] is None) is (fed != "ok")
+
+
 def test_what_is_written_for_a_turn_does_not_grow_with_the_turns_before_it(tokenizer_of, monkeypatch):
     tokenizer = tokenizer_of(CHATML)
     renderer = Renderer(tokenizer)
