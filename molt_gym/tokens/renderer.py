@@ -216,10 +216,12 @@ class Renderer:
         middle = text[len(prompt) : len(text) - len(tail)]
         reasoning = shield.text(reply.get("reasoning_content") or "")
         content = shield.text(text_of(reply), special_only=True)
-        # Only the markers show whether a block of no reasoning was dropped or put in by the template.
-        block = bool(reasoning) or self._closes_block(sampled_ids)
-        changed = self._template.style.thinks and block != (END_THINK in middle)
-        return not changed and reasoning.strip() in middle and content.strip() in middle
+        if self._template.style.thinks:
+            # Only the markers show whether a block of no reasoning was dropped or put in by the template.
+            block = bool(reasoning) or self._closes_block(sampled_ids)
+            if block != (END_THINK in middle):
+                return False
+        return reasoning.strip() in middle and content.strip() in middle
 
     @functools.cached_property
     def writes_locally(self) -> bool:

@@ -18,6 +18,7 @@ from .parsing import END_THINK, THINK, join_reasoning, join_tool_call
 from .window import QUESTION
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from transformers import PreTrainedTokenizerFast
 
 
@@ -67,6 +68,8 @@ class ChatTemplate:
         self._template = template
         self.source = str(template or tokenizer.chat_template)
         self._variables = dict(variables)
+        self._compiled = _compile(tokenizer, template)
+        self._constants = {**tokenizer.special_tokens_map, **self._variables}
         self._reserved = private_use((self.source, self._variables))
         self.style = Style(developer="developer" in self.source, thinks=END_THINK in self.source)
         self.style = self._probe()
@@ -85,10 +88,15 @@ class ChatTemplate:
 
     def write(self, prepared: Sequence[Message], tools: Sequence[Any], *, header: bool) -> str:
         """The text of prepared messages; `header`: with the header of the next reply."""
+        talk, schemas = list(prepared), list(tools) or None
         try:
+            if self._compiled is not None:
+                return self._compiled.render(
+                    messages=talk, tools=schemas, documents=None, add_generation_prompt=header, **self._constants
+                )
             return self._tokenizer.apply_chat_template(
-                list(prepared),
-                tools=list(tools) or None,
+                talk,
+                tools=schemas,
                 chat_template=self._template,
                 add_generation_prompt=header,
                 tokenize=False,
@@ -190,6 +198,25 @@ class ChatTemplate:
             return self.write(self.prepare(messages, self.shield(messages)), tools, header=False)
         except ChatTemplateError:
             return ""
+
+
+def _compile(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> "Template | None":
+    """The template as `apply_chat_template` compiles it; None where it may do more than to run it."""
+    from transformers import PreTrainedTokenizerBase
+
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+    except ImportError:
+        return None
+    if (
+        type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        or isinstance(tokenizer.chat_template, dict)
+    ):
+        return None
+    try:
+        return _compile_jinja_template(template or tokenizer.chat_template)
+    except TemplateError:
+        return None
 
 
 def ending_in(sentinel: str, reply: Message) -> Message:

@@ -302,6 +302,27 @@ def test_a_tokenizer_that_encodes_pieces_in_a_way_of_its_own_is_refused(tokenize
         Renderer(tokenizer)
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("name", ["toy", "tools", "bos", "variables"])
+def test_a_template_writes_what_the_library_makes_it_write(tokenizer_of, monkeypatch, name, compiles):
+    if not compiles:
+        apply = PreTrainedTokenizerFast.apply_chat_template
+        own = lambda *args, **kwargs: apply(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", own)
+    variables = "{{ greeting }}{{ eos_token }}{{ documents is none }}{{ tools is none }}{{ strftime_now('%Y') }}"
+    template = variables + "{%- generation %}\n  {{ messages | tojson }}\n{% endgeneration %}\n"
+    tokenizer = tokenizer_of(template if name == "variables" else name)
+    renderer = Renderer(tokenizer, template_kwargs={"greeting": "hi"})
+    assert (renderer._template._compiled is not None) is compiles
+    for tools in ([], [ADD]) if name == "tools" else ([],):
+        for header in (True, False):
+            talk = [user("ok"), assistant("é"), user("more")]
+            expected = tokenizer.apply_chat_template(
+                talk, tools=tools or None, add_generation_prompt=header, tokenize=False, greeting="hi"
+            )
+            assert renderer.decode(renderer.render(talk, tools, add_generation_prompt=header)) == expected
+
+
 def test_interned_tools_are_shielded_like_others(renderer_of):
     for name in ("f", "\ue000", "<|im_end|>"):
         schema = {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt_gym.tokens import ChatTemplateError, Renderer
+from molt_gym.tokens.template import ChatTemplate
 
 _spec = importlib.util.spec_from_file_location("family_templates", Path(__file__).with_name("family_templates.py"))
 families = importlib.util.module_from_spec(_spec)
@@ -127,16 +128,15 @@ def test_a_conversation_without_a_question_is_written_whole(pair):
 
 
 def test_what_is_written_for_a_turn_does_not_grow_with_the_turns_before_it(tokenizer_of, monkeypatch):
-    tokenizer = tokenizer_of(CHATML)
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer_of(CHATML))
     talk = [{"role": "user" if i % 2 == 0 else "assistant", "content": "ok"} for i in range(201)]
     renderer.extend(talk[:199], talk[199], talk[200:], [], [266, 257])
-    written, apply = [], type(tokenizer).apply_chat_template
+    written, write = [], ChatTemplate.write
 
-    def record(self, messages, **kwargs):
-        written.append(len(messages))
-        return apply(self, messages, **kwargs)
+    def record(self, prepared, tools, *, header):
+        written.append(len(prepared))
+        return write(self, prepared, tools, header=header)
 
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", record)
+    monkeypatch.setattr(ChatTemplate, "write", record)
     assert renderer.extend(talk[:199], talk[199], talk[200:], [], [266, 257]) is not None
     assert 0 < max(written) < 8
