@@ -20,11 +20,11 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
 
-from .env import ChatEnv
 from .errors import NotAChatEnv, UnknownEnv
 from .spaces import AssistantMessageSpace, ConversationSpace
+from .task_env import TaskEnv
 
-__all__ = ["PLUGIN_GROUP", "EnvInfo", "find_spec", "list_envs", "load_plugins", "make", "register"]
+__all__ = ["PLUGIN_GROUP", "EnvInfo", "creators", "find_spec", "list_envs", "load_plugins", "make", "register"]
 
 PLUGIN_GROUP = "molt_gym.envs"
 _VECTOR = "molt_gym.vector:"
@@ -127,21 +127,29 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
 def list_envs() -> list[EnvInfo]:
     """The chat envs that can be made by id, sorted: built in, from plug-ins, and registered so far in this process.
 
-    An env counts if its class derives from `ChatEnv` or if it was registered through `molt_gym.register`.
+    An env counts if its class derives from `TaskEnv` or if it was registered through `molt_gym.register`.
     """
     load_plugins()
     found = []
     for spec in sorted(_foreign_specs(), key=lambda spec: spec.id):
         try:
-            creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
+            creator, maker = creators(spec)
         except Exception as error:  # noqa: BLE001  a listing must survive any one env
             found.append(EnvInfo(spec.id, f"cannot be imported: {type(error).__name__}: {error}", _package(spec)))
             continue
         is_ours = str(spec.vector_entry_point).startswith(_VECTOR)
-        if is_ours or (inspect.isclass(creator) and issubclass(creator, ChatEnv)):
-            summary = (creator.__doc__ or "").strip().partition("\n")[0]
-            found.append(EnvInfo(spec.id, summary, _package(spec)))
+        if is_ours or (inspect.isclass(creator) and issubclass(creator, TaskEnv)):
+            summary = (maker.__doc__ or "").strip().partition("\n")[0]
+            found.append(EnvInfo(spec.id, summary, getattr(maker, "__module__", "").partition(".")[0]))
     return found
+
+
+def creators(spec: EnvSpec) -> tuple[Any, Any]:
+    """What makes the env, and what decides its tasks: the same class or function, or, of an AgentEnv, its agent."""
+    from .agents import AgentEnv, find_agent
+
+    creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
+    return creator, find_agent(spec.kwargs["agent"]) if creator is AgentEnv and "agent" in spec.kwargs else creator
 
 
 def load_plugins() -> dict[str, str | None]:

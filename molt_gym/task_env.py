@@ -41,7 +41,7 @@ def finite(value: Any, what: str) -> float:
         number = math.inf
     if math.isfinite(number):
         return number
-    raise EnvFailure("reward", f"{what} is {value!r:.200}, no finite real number")
+    raise EnvFailure("reward", f"{what} is {value!r:.200} ({type(value).__name__}), no finite real number")
 
 
 class TaskEnv(gym.Env[Conversation, Message], ABC):

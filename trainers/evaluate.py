@@ -12,10 +12,10 @@ from math import comb
 from statistics import fmean
 from typing import Any
 
-from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.envs.registration import EnvSpec
 
-from molt_gym.agents import AgentEnv, find_agent
 from molt_gym.errors import RunFailed
+from molt_gym.registry import creators
 from molt_gym.tokens import Trajectory
 
 from .rollout.pool import Plan, Pool, TaskStream
@@ -100,16 +100,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def held_out_kwargs(spec: EnvSpec) -> dict[str, Any]:
     """`split="test"` where the env's constructor, or its agent's, takes `split`, else nothing."""
-    made_by = player_class(spec)
+    _, made_by = creators(spec)
     return dict(HELD_OUT) if callable(made_by) and "split" in inspect.signature(made_by).parameters else {}
 
 
-def player_class(spec: EnvSpec) -> Any:
-    """What decides the tasks: the class or function that makes the env or, if it is an agent's, the agent."""
-    made_by = env_class(spec)
-    return find_agent(spec.kwargs["agent"]) if made_by is AgentEnv and "agent" in spec.kwargs else made_by
-
-
-def env_class(spec: EnvSpec) -> Any:
-    """What makes the env: a class, or a function."""
-    return spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 
 from molt_gym.agents import AgentEnv
 from molt_gym.policy import Policy
-from molt_gym.registry import find_spec, make
+from molt_gym.registry import creators, find_spec, make
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
 from .config import Config
-from .evaluate import EvalResult, env_class, evaluate, held_out_kwargs, player_class
+from .evaluate import EvalResult, evaluate, held_out_kwargs
 from .rollout.engine import RolloutEngine
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
@@ -44,7 +44,7 @@ class EnvMaker:
     @property
     def is_agent(self) -> bool:
         """Whether they are agents, with loops of their own."""
-        return env_class(find_spec(self.env_id)) is AgentEnv
+        return creators(find_spec(self.env_id))[0] is AgentEnv
 
     def num_tasks(self) -> int | None:
         """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
@@ -72,7 +72,7 @@ def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
 
 def env_preset(env: str, model: str) -> dict[str, Any]:
     """What the env's class recommends for any model and for this one."""
-    presets = getattr(player_class(find_spec(env)), "presets", {})
+    presets = getattr(creators(find_spec(env))[1], "presets", {})
     return merge(presets.get("", {}), presets.get(model, {}))
 
 

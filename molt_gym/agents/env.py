@@ -23,6 +23,8 @@ from .run import AgentRun, AgentSession, agent_rng
 
 __all__ = ["AgentEnv"]
 
+RUN_TIMEOUT = 600.0
+"""Seconds that a run may take by default."""
 _END_SECONDS = 2.0
 
 
@@ -32,16 +34,17 @@ class AgentEnv(TaskEnv):
     Args:
         agent: what `load_agent` takes: "package.module:Name", a `ChatAgent` or a function `run(ctx)`.
         render_mode: "ansi" to get the transcript of the last request from `render()`.
-        run_timeout: seconds that a run may take, including the time in which its requests wait for `step`.
+        run_timeout: seconds that a run may take, including the time in which its requests wait for `step`; None: 600,
+            or in training `rollout.episode_timeout`.
         **agent_kwargs: arguments of the agent.
     """
 
     def __init__(
-        self, agent: AgentLike, *, render_mode: str | None = None, run_timeout: float = 600.0, **agent_kwargs: Any
+        self, agent: AgentLike, *, render_mode: str | None = None, run_timeout: float | None = None, **agent_kwargs: Any
     ) -> None:
         self._episode: _Episode | None = None
         super().__init__(render_mode=render_mode)
-        if not 0 < run_timeout <= 1e9:
+        if run_timeout is not None and not 0 < run_timeout <= 1e9:
             raise ValueError(f"run_timeout: {run_timeout!r}; write a positive number of seconds")
         self.run_timeout = run_timeout
         self.agent = load_agent(agent, **agent_kwargs)
@@ -105,7 +108,8 @@ class AgentEnv(TaskEnv):
         return self._observe("step", self._tools), reward, terminated, truncated, self._info()
 
     def launch(
-        self, session: AgentSession, *, index: int, seed: int | None = None, max_turns: int | None = None
+        self, session: AgentSession, *, index: int, seed: int | None = None, max_turns: int | None = None,
+        timeout: float = RUN_TIMEOUT,
     ) -> AgentRun:
         """Starts the agent on task `index`, as `reset` does, to be answered by whoever opened the session.
 
@@ -113,13 +117,14 @@ class AgentEnv(TaskEnv):
 
         Args:
             max_turns: what the agent is told about the session's limit.
+            timeout: seconds that it may take, unless the env has a `run_timeout`.
 
         Raises:
             ValueError: the index is out of range.
         """
         self._end()
         self._choose(seed, {"index": index})
-        return self._launch(session, max_turns)
+        return self._launch(session, max_turns, timeout)
 
     def close(self) -> None:
         """Ends the agent, if one is running."""
@@ -132,9 +137,9 @@ class AgentEnv(TaskEnv):
         if self._episode is not None:
             self._episode.stop()
 
-    def _launch(self, session: AgentSession, max_turns: int | None) -> AgentRun:
+    def _launch(self, session: AgentSession, max_turns: int | None, timeout: float = RUN_TIMEOUT) -> AgentRun:
         return AgentRun(self.agent, session, index=self._index, rng=agent_rng(self.np_random), max_turns=max_turns,
-                        timeout=self.run_timeout)
+                        timeout=self.run_timeout or timeout)
 
     def _proceed(self) -> Result | None:
         """Waits for the next request, or for the result."""
@@ -145,8 +150,9 @@ class AgentEnv(TaskEnv):
         except BaseException as error:
             self._end()
             if isinstance(error, queue.Empty):
-                raise EnvFailure("timeout", f"{self._name}: the agent has not ended after {self.run_timeout:g} s "
-                                 "(run_timeout)") from None
+                limit = self.run_timeout or RUN_TIMEOUT
+                raise EnvFailure("timeout", f"{self._name}: the agent has not ended after {limit:g} s (run_timeout)"
+                                 ) from None
             raise
         if call is None:
             self._end()

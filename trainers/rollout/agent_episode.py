@@ -51,6 +51,7 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
     """
     session = server.open(seat.respondent, max_turns=max_turns)
     run: AgentRun | None = None
+    ended: asyncio.Future[Result] | None = None
     over = asyncio.ensure_future(session.over.wait())
     try:
         run = await launch(session)
@@ -61,6 +62,9 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
         return ended.result() if ended.done() else replace(run.so_far(), truncated=True)
     finally:
         over.cancel()
+        # Otherwise what becomes of the run is an exception that nobody retrieves.
+        if ended is not None:
+            ended.cancel()
         if run is not None:
             run.cancel()
         session.close()

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import gymnasium as gym
 
-from molt_gym.agents import AgentEnv
-from molt_gym.env import ChatEnv
+from molt_gym.task_env import TaskEnv
 from molt_gym.threads import Worker
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ class EnvPool:
 
 
 def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:
-    """The keywords for `reset` that play task `index`: chat envs take it as an option, others as the seed."""
-    if isinstance(env.unwrapped, ChatEnv | AgentEnv):
+    """The keywords for `reset` that play task `index`: our envs take it as an option, others as the seed."""
+    if isinstance(env.unwrapped, TaskEnv):
         return {"seed": seed, "options": {"index": index}}
     return {"seed": index}

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeVar
 
 import gymnasium as gym
@@ -23,6 +22,7 @@ from molt_gym.errors import EnvFailure, PromptTooLong
 from molt_gym.messages import Conversation, Message, validate_conversation
 from molt_gym.server.server import LoopbackServer
 from molt_gym.server.session import Session
+from molt_gym.task_env import finite
 from molt_gym.tokens import Failure, Trajectory
 
 from .agent_episode import info_of, play_agent, plays_itself
@@ -139,7 +139,7 @@ class Runner:
             total += reward
             over = trajectory.terminated or trajectory.truncated
         trajectory.messages = observation["messages"]
-        trajectory.reward = _finite(total)
+        trajectory.reward = finite(total, "the sum of the rewards")
 
     async def _agent_episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
         async with self._starting:
@@ -152,12 +152,13 @@ class Runner:
 
         async def launch(session: Session) -> AgentRun:
             return await self._env("reset", worker, lambda env: env.unwrapped.launch(
-                session, index=ticket.index, seed=ticket.env_seed), self.limits.reset_timeout)
+                session, index=ticket.index, seed=ticket.env_seed, max_turns=max_turns,
+                timeout=self.limits.episode_timeout), self.limits.reset_timeout)
 
         result = await play_agent(self._server, seat, launch, max_turns)
         trajectory.info, trajectory.truncated = _plain(info_of(result)), result.truncated
         trajectory.terminated = not result.truncated
-        trajectory.reward = _finite(result.reward)
+        trajectory.reward = finite(result.reward, "the reward of the agent")
 
     async def _reply(self, seat: Seat, observation: Conversation) -> Message | None:
         limit = asyncio.timeout(self.limits.generate_timeout)
@@ -196,17 +197,7 @@ def _reset(env: gym.Env, ticket: Ticket) -> Conversation | None:
 def _step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
     observation, reward, terminated, truncated, info = env.step(reply)
     validate_conversation(observation, "observation")
-    return observation, _finite(reward), bool(terminated), bool(truncated), _plain(info)
-
-
-def _finite(reward: Any) -> float:
-    try:
-        value = float(reward) if isinstance(reward, Real | np.bool_) else math.nan
-    except OverflowError:
-        value = math.inf
-    if math.isfinite(value):
-        return value
-    raise EnvFailure("reward", f"the reward is {reward!r:.200} ({type(reward).__name__}); return a finite number")
+    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), _plain(info)
 
 
 def _plain(info: dict[str, Any]) -> dict[str, Any]:

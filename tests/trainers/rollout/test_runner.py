@@ -204,7 +204,7 @@ async def test_an_env_that_errs_fails_its_rollout_with_the_reason(scripted, opti
     (None, (Raw.first[0], 1.0, True, False, None), "step_error", "None"),
     (None, (Raw.first[0], float("inf"), True, False, {}), "reward", "inf"),
     (None, (Raw.first[0], "1", True, False, {}), "reward", "'1' (str)"),
-    (None, (Raw.first[0], 10**400, True, False, {}), "reward", "finite number"),
+    (None, (Raw.first[0], 10**400, True, False, {}), "reward", "finite real number"),
 ])
 async def test_an_env_that_returns_nonsense_fails_its_rollout(reset, step, reason, message):
     trajectory = await play(lambda: Raw(reset, step))
