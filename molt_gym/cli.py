@@ -1,4 +1,4 @@
-"""The command `molt-gym`: train, eval, rollout, envs, doctor.
+"""The command `molt-gym`: train, eval, rollout, serve, envs, doctor.
 
 Exit codes: 0 done; 1 the run failed or something essential is broken; 2 the command or a setting is wrong (one message,
 no traceback); 130 interrupted. Heavy modules are imported by the commands that need them, so help and `envs` are quick.
@@ -127,6 +127,16 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _serve(options: argparse.Namespace, rest: list[str]) -> int:
+    env, overrides = _split(options, rest, env_needed=False)
+    from .trainers.serve import KEY_VARIABLE, Endpoint, serve_until_stopped
+
+    endpoint = Endpoint(options.host, options.port, options.public_url, options.out,
+                        os.environ.get(KEY_VARIABLE) or None, options.idle_timeout)
+    serve_until_stopped(endpoint, options.model, env=env or None, config=options.config, overrides=overrides)
+    return OK
+
+
 def _envs(options: argparse.Namespace, rest: list[str]) -> int:
     _refuse(rest)
     from .registry import list_envs, load_plugins
@@ -197,7 +207,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     rollout.add_argument("-n", type=int, default=1, metavar="N", help="episodes (default 1)")
     rollout.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
     rollout.add_argument("--out", metavar="FILE", help="also write the trajectories as JSON lines")
-    for overridable in (train, evaluate, rollout):
+    serve = verb("serve", _serve, "answer OpenAI and Anthropic SDKs with a model, and record what it samples",
+                 "[ENV] [--model M] [options]", True)
+    serve.add_argument("--model", help="as for train, tiny if there is an ENV; a run's model is in RUN/model")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default 8000)")
+    serve.add_argument("--public-url", metavar="URL", help="how clients reach it, if not by host and port")
+    serve.add_argument("--out", metavar="FILE", help="append each session's trajectory as a line of JSON")
+    serve.add_argument("--idle-timeout", type=float, default=3600.0, metavar="SECONDS",
+                       help="ends a session that is asked for nothing (default 3600)")
+    for overridable in (train, evaluate, rollout, serve):
         overridable.add_argument(
             "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
         )
