@@ -81,6 +81,38 @@ async def test_every_wire_takes_the_key_as_bearer_token_or_as_api_key(server, re
     assert (await request(server.url + wire.paths[name], "POST", body=BODY, **headers))[0] == 200
 
 
+@pytest.mark.parametrize("headers", [{"x-api-key": "of another service", "Authorization": "Bearer {key}"},
+                                     {"x-api-key": "{key}", "Authorization": "Basic dXNlcjpw"}])
+async def test_a_second_key_that_is_not_ours_does_no_harm(server, respondent_of, wire, headers):
+    session = server.open(respondent_of())
+    headers = {key: value.format(key=session.key) for key, value in headers.items()}
+    for path in wire.paths.values():
+        assert (await request(server.url + path, "POST", body=BODY, **headers))[0] == 200
+
+
+@every_wire
+async def test_a_mistake_of_the_server_has_the_shape_of_the_wire(agent_of, engine, monkeypatch, name):
+    from molt_gym.server import server as module
+
+    def wrong(*args):
+        raise ZeroDivisionError("a mistake")
+
+    agent = agent_of(max_retries=2)
+    wire = {"chat": module._CHAT, "responses": module._RESPONSES, "messages": module._MESSAGES}[name]
+    monkeypatch.setattr(wire, "parse", wrong)
+    with pytest.raises((openai.InternalServerError, anthropic.InternalServerError), match="a mistake") as failed:
+        await agent.ask(name, OK)
+    assert failed.value.status_code == 500 and failed.value.response.headers["x-should-retry"] == "false"
+    monkeypatch.undo()
+    await agent.ask(name, OK)
+    monkeypatch.setattr(wire, "events", wrong)
+    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01)
+    engine.seconds = 0.05
+    with pytest.raises(Exception, match="(?i)peer closed|incomplete|connection"):
+        async for _ in await agent.ask(name, OK | {"content": "he"}, stream=True):
+            pass
+
+
 @every_wire
 async def test_the_sdks_raise_their_authentication_error(agent, server, name):
     agent.openai.api_key = agent.anthropic.api_key = "wrong"
@@ -188,3 +220,13 @@ async def test_too_many_requests_at_once_raise_the_sdks_rate_limit_error(agent, 
         assert refused.value.response.headers["x-should-retry"] == "true"
     running.cancel()
     await engine.until(0)
+
+
+@pytest.mark.parametrize("headers", [
+    {"x-stainless-retry-count": "9" * 5000}, {"x-stainless-retry-count": "-1"}, {"x-stainless-retry-count": "\u0663"},
+    {"Idempotency-Key": ""}, {"Content-Type": "text/plain"}, {"Accept": "image/png"},
+    {"anthropic-version": "1"}, {"Content-Type": "application/json; charset=utf-16"},
+])
+async def test_odd_headers_are_no_reason_to_fail(agent, engine, wire, headers):
+    for name, path in wire.paths.items():
+        assert (await wire.post(agent.session, path, BODY, **headers))[0] == 200, name

@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import json
 import time
+import zlib
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 
@@ -78,6 +80,16 @@ async def test_a_body_above_the_cap_is_a_413_whether_its_size_was_declared_or_no
         await sdk.close()
 
 
+async def test_an_sdk_that_sends_far_too_much_is_told_so(agent_of, server, engine, wire):
+    server._max_body = 2**20
+    agent = agent_of(max_retries=2)
+    for name in wire.names:
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match="more than 1048576") as refused:
+            await agent.ask(name, OK | {"content": "x" * 20 * 2**20})
+        assert refused.value.status_code == 413
+    assert engine.received == [] and wire.text_of(await agent.chat(OK)) == "hello"
+
+
 async def test_a_declared_size_above_the_cap_is_refused_before_the_body_came(respondent_of):
     async with LoopbackServer(max_body=10) as server:
         reader, writer = await connect(session := server.open(respondent_of()))
@@ -96,8 +108,6 @@ async def test_a_body_may_come_in_chunks_and_compressed(agent, engine, wire, nam
         async with client.post(agent.session.url + wire.paths[name], data=chunks()) as answer:
             assert answer.status == 200
     for encoding in ("gzip", "deflate"):
-        import zlib
-
         data = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding](WHOLE)
         status, _, _ = await wire.post(agent.session, wire.paths[name], data, **{"Content-Encoding": encoding})
         assert status == 200

@@ -86,7 +86,7 @@ bodies = st.dictionaries(st.sampled_from(sorted(GOOD["/v1/messages"])), values)
 arbitrary = st.tuples(st.sampled_from(sorted(GOOD)), st.binary(max_size=40) | values.map(written) | bodies.map(written))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(mutated() | arbitrary, min_size=20, max_size=20))
 async def test_no_body_makes_the_server_fail_or_the_session_forget(agent_of, engine, wire, requests):
     agent = agent_of("tools")

@@ -132,14 +132,17 @@ async def test_a_deadline_is_not_tried_again(agent_of, engine, server, name):
 
 
 @every_wire
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_aborts_its_generation(agent, engine, server, wire, name, stream):
+@pytest.mark.parametrize("stream", [None, "not begun", "begun"])
+async def test_a_client_that_goes_away_aborts_its_generation(agent, engine, server, wire, name, stream, monkeypatch):
+    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01 if stream == "begun" else 10.0)
     engine.seconds = 30.0
-    body = json.dumps(BODIES[name] | {"stream": stream}).encode()
+    body = json.dumps(BODIES[name] | {"stream": stream is not None}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
     head = f"POST {wire.paths[name]} HTTP/1.1\r\nHost: x\r\nx-api-key: {agent.session.key}\r\n"
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     await engine.until(1)
+    if stream == "begun":
+        assert await reader.readuntil(b"\n: ")
     writer.close()
     await engine.until(0, seconds=1.0)
     assert engine.aborted == 1

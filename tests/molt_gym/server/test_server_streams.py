@@ -193,3 +193,13 @@ async def test_a_slow_reader_does_not_hold_up_other_requests(agent, engine, wire
     stream = await agent.ask(name, OK, stream=True)
     assert wire.text_of(await agent.ask(name, {"role": "user", "content": "he"})) == "hello"
     await stream.close()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_streamed_choices_and_their_logprobs_are_the_recorded_ones(agent, engine, n):
+    engine.script = [HELLO, [266, END], [262, END]][:n]
+    reply = await put_together(agent, "chat", OK, n=n, logprobs=True)
+    assert [choice.message.content for choice in reply.choices] == ["hello", "ok", "he"][:n]
+    logprobs = [[token.logprob for token in choice.logprobs.content] for choice in reply.choices]
+    assert logprobs == [row.logprobs[20:] for row in agent.rows]
+    assert reply.usage.completion_tokens == sum(sum(row.mask) for row in agent.rows)
