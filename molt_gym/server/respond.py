@@ -6,9 +6,11 @@ outside the event loop where that takes long; every sampled id is recorded with 
 
 import asyncio
 import copy
+import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ..errors import PromptTooLong
@@ -80,7 +82,7 @@ class TokenRespondent:
 
     async def answer(self, call: Call) -> list[Reply]:
         """See `Respondent.answer`."""
-        prompt = await self._prepare(call)
+        prompt = await self._prepare(call, self._rules.max_context)
         room = self._rules.max_context - len(prompt.ids)
         if room <= 0:
             raise self._too_long(f"{len(prompt.ids)} tokens")
@@ -92,25 +94,19 @@ class TokenRespondent:
         return self._record(call, prompt, generations, sampling.stop, ignored)
 
     async def count(self, call: Call) -> int:
-        """See `Respondent.count`."""
-        return len((await self._prepare(call)).ids)
+        """See `Respondent.count`. What is too long to be answered is counted all the same."""
+        return len((await self._prepare(call, math.inf)).ids)
 
-    async def _prepare(self, call: Call) -> Prompt:
+    async def _prepare(self, call: Call, limit: float) -> Prompt:
+        prepare = partial(self.graph.prepare, call.messages, call.tools, limit=limit)
         try:
             if self.graph.unseen_text(call.messages, call.tools) <= INLINE_TEXT:
-                return self.graph.prepare(call.messages, call.tools)
-            work = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare_long, call)
-            return await work
+                return prepare()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
         except PromptTooLong:
             raise
         except ValueError as error:
             raise WireError("invalid_request", str(error), param="messages", code="invalid_value") from error
-
-    def _prepare_long(self, call: Call) -> Prompt:
-        fewest = self._renderer.fewest_tokens(call.messages)
-        if fewest >= self._rules.max_context:
-            raise self._too_long(f"at least {fewest} tokens")
-        return self.graph.prepare(call.messages, call.tools)
 
     def _too_long(self, length: str) -> PromptTooLong:
         return PromptTooLong(f"the prompt has {length}, which leaves no room for a reply in a context of "
