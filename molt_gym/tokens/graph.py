@@ -9,14 +9,14 @@ a known history costs one look-up each.
 """
 
 import copy
+import itertools
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal
 
-from ..messages import InternedTools, Message, digest_of, digest_of_tools, has_digest, text_length
+from ..messages import InternedTools, Message, digest_of, digest_of_tools, digests_of, has_digest, text_length
 from .generation import Generation
 from .renderer import Renderer
 from .trajectory import UNSAMPLED_VERSION, Row
@@ -94,8 +94,7 @@ class TokenGraph:
         self._contexts: dict[tuple[int | None, tuple[int, ...]], int] = {}
         self._tips: dict[int, tuple[int, ...]] = {}
         self._roots: dict[bytes, int] = {}
-        self._edges: dict[tuple[int, bytes], int] = {}
-        self._points = 0
+        self._edges: list[dict[bytes, int]] = []
         self._conversations: dict[int, int] = {}
         self._prompts: set[int] = set()
         self._replies: dict[int, Message] = {}
@@ -141,7 +140,7 @@ class TokenGraph:
 
         What follows the longest recorded conversation counts, even if the template will want it all written anew.
         """
-        new = sum(text_length(message) for message in messages if not has_digest(message))
+        new = sum(map(text_length, itertools.takewhile(lambda message: not has_digest(message), reversed(messages))))
         if new > _LONG_TEXT:
             return new
         _, points, _ = self._find(messages, tools)
@@ -242,7 +241,9 @@ class TokenGraph:
 
     def _path(self, node: int) -> tuple[int, ...]:
         known = self._tips.get(node)
-        return known if known is not None else tuple(chain.from_iterable(self._nodes[i].ids for i in self._line(node)))
+        if known is not None:
+            return known
+        return tuple(itertools.chain.from_iterable(self._nodes[part].ids for part in self._line(node)))
 
     def _remember(self, node: int, parent: int | None, path: tuple[int, ...]) -> None:
         """Keeps the path of a turn at hand that will likely be gone on from; of the latest few, for they are long."""
@@ -254,13 +255,13 @@ class TokenGraph:
     def _find(self, messages: Sequence[Message], tools: Tools) -> tuple[_Place, list[int], list[bytes]]:
         """The place of a conversation, the points of its known beginnings from none on, the digests of all messages."""
         root = digest_of_tools(tools)
-        digests = list(map(digest_of, messages))
+        digests = digests_of(messages)
         point = self._roots.get(root)
         if point is None:
             return _Place(root, None, tuple(digests)), [], digests
         points, edges = [point], self._edges
         for digest in digests:
-            point = edges.get((point, digest))
+            point = edges[point].get(digest)
             if point is None:
                 break
             points.append(point)
@@ -276,11 +277,11 @@ class TokenGraph:
         return point
 
     def _step(self, point: int, digest: bytes) -> int:
-        following = self._edges.get((point, digest))
+        following = self._edges[point].get(digest)
         if following is None:
-            following = self._edges[point, digest] = self._new_point()
+            following = self._edges[point][digest] = self._new_point()
         return following
 
     def _new_point(self) -> int:
-        self._points += 1
-        return self._points
+        self._edges.append({})
+        return len(self._edges) - 1

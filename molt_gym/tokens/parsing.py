@@ -3,6 +3,10 @@
 Invariant: parsing never raises and never loses text. A reply whose tool calls cannot all be read is kept as content, as
 it was written. A new form of tool call is one function from the text between the markers to a name and arguments, in
 `TOOL_CALL_FORMS`.
+
+Llama 3 writes calls as bare JSON. That is a call where tools are offered and all of the content (or all that follows
+`<|python_tag|>`) is such JSON; without the tag, its names must be those of offered tools as well, for a model may well
+have been asked to answer in JSON.
 """
 
 import json
@@ -10,14 +14,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..messages import Message
+from ..messages import Message, text_of
 
 THINK, END_THINK = "<think>", "</think>"
 
 Call = tuple[str, dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE, _PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
+_TAGGED_CALL = re.compile(r"\s*<function=[^>\n]+>.*?</function>(?=\s*</tool_call>)", re.DOTALL)
+_BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -35,12 +41,11 @@ def parse_reply(text: str, messages: Sequence[Message] = (), *, thinking: bool =
         A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.
     """
     reasoning, content = split_reasoning(text, thinking=thinking)
-    calls = _calls(content, tools)
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
-    if calls:
-        message["content"] = _TOOL_CALL.sub("", content).strip()
+    if found := _marked_calls(content, tools) or _bare_calls(content, tools):
+        calls, message["content"] = found
         first_call = sum(len(earlier.get("tool_calls") or ()) for earlier in messages)
         # Nine letters and digits: the one form of id that every chat template accepts.
         message["tool_calls"] = [
@@ -79,20 +84,64 @@ def join_tool_call(content: str, name: str, arguments: str) -> str:
     return f"{content}\n{call}" if content else call
 
 
-def _calls(content: str, tools: Tools) -> list[Call]:
-    blocks = _TOOL_CALL.findall(content)
-    if any(marker in _TOOL_CALL.sub("", content) for marker in ("<tool_call>", "</tool_call>")):
-        return []
-    calls = [next(filter(None, (form(block, tools) for form in TOOL_CALL_FORMS)), None) for block in blocks]
-    return [] if None in calls else calls
+def malformed_calls(message: Mapping[str, Any]) -> int:
+    """How many tool calls a reply seems to have begun that could not be read, so that they are in its content."""
+    content = text_of(message)
+    marked = max(content.count(_OPEN), content.count(_CLOSE)) + content.count(_PYTHON_TAG)
+    return marked or int(_BARE_CALL.match(content) is not None and not message.get("tool_calls"))
+
+
+def _marked_calls(content: str, tools: Tools) -> tuple[list[Call], str] | None:
+    """The calls between markers and the text around them; None if there are none, or one that cannot be read."""
+    calls, rest, position = [], [], 0
+    while (start := content.find(_OPEN, position)) >= 0:
+        end = content.find(_CLOSE, _end_of_call(content, start + len(_OPEN)))
+        block = content[start + len(_OPEN) : end]
+        call = next(filter(None, (form(block, tools) for form in TOOL_CALL_FORMS)), None) if end >= 0 else None
+        if call is None:
+            return None
+        calls.append(call)
+        rest.append(content[position:start])
+        position = end + len(_CLOSE)
+    text = "".join([*rest, content[position:]])
+    return (calls, text.strip()) if calls and _CLOSE not in text else None
+
+
+def _end_of_call(content: str, start: int) -> int:
+    """A place that the closing marker is not before: a marker that an argument spells closes nothing."""
+    if (tagged := _TAGGED_CALL.match(content, start)) is not None:
+        return tagged.end()
+    return _decoded(content, start)[1]
+
+
+def _bare_calls(content: str, tools: Tools) -> tuple[list[Call], str] | None:
+    """`{"name": "add", "parameters": {"a": 1}}; {...}`, the form of Llama 3, and the text before its tag."""
+    text, tag, body = content.rpartition(_PYTHON_TAG)
+    if not tools or not _BARE_CALL.match(body):
+        return None
+    calls, position = [], 0
+    while position < len(body):
+        value, end = _decoded(body, position)
+        call = _call(value)
+        if call is None or not tag and not _offered(call[0], tools):
+            return None
+        calls.append(call)
+        separator = _SEPARATOR.match(body, end)
+        if separator is None:
+            return None
+        position = separator.end()
+    return calls, text.strip()
 
 
 def _json_form(block: str, tools: Tools) -> Call | None:
     """`{"name": "add", "arguments": {"a": 1}}`, the form of Hermes and Qwen."""
-    call = _json(block)
+    return _call(_json(block))
+
+
+def _call(call: Any) -> Call | None:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
-    arguments = call.get("arguments", {})
+    arguments = call.get("arguments", call.get("parameters", {}))
     return (call["name"], arguments) if isinstance(arguments, dict) else None
 
 
@@ -105,13 +154,15 @@ def _xml_form(block: str, tools: Tools) -> Call | None:
     return function[1], {name: _typed(value, schema.get(name)) for name, value in _PARAMETER.findall(function[2])}
 
 
+def _offered(name: str, tools: Tools) -> Mapping[str, Any] | None:
+    functions = (tool.get("function", tool) for tool in tools)
+    return next((each for each in functions if isinstance(each, Mapping) and each.get("name") == name), None)
+
+
 def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if isinstance(function, Mapping) and function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
+    parameters = (_offered(name, tools) or {}).get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -123,15 +174,24 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 _NO_JSON = object()
+_decoder = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_SEPARATOR = re.compile(r"\s*(?:;\s*|\Z)")
 
 
 def _json(text: str) -> Any:
+    value, end = _decoded(text, 0)
+    return value if not text[end:].strip() else _NO_JSON
+
+
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place, or `_NO_JSON`, and where it ends."""
     try:
-        value = json.loads(text)
+        value, end = _decoder.raw_decode(text, _SPACE.match(text, start).end())  # type: ignore[union-attr]
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
-        return _NO_JSON
-    return value
+        return _NO_JSON, start
+    return value, end
 
 
 TOOL_CALL_FORMS: list[Callable[[str, Tools], Call | None]] = [_json_form, _xml_form]

@@ -208,10 +208,8 @@ def _compile(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> "Tem
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:
         return None
-    if (
-        type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-        or isinstance(tokenizer.chat_template, dict)
-    ):
+    plain = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+    if not plain or isinstance(tokenizer.chat_template, dict):
         return None
     try:
         return _compile_jinja_template(template or tokenizer.chat_template)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from molt_gym.messages import InternedMessage, InternedTools
+from molt_gym.messages import InternedMessage, InternedTools, has_digest
 from molt_gym.tokens import Generation, TokenGraph
 
 OK = {"role": "user", "content": "ok"}
@@ -270,6 +270,16 @@ def test_interned_messages_and_plain_ones_are_the_same_conversation(session):
     edited = [*map(InternedMessage, talk[:-1]), InternedMessage(talk[-1] | {"content": "other"}), OK]
     session.ask(edited, [266, END])
     assert session.prompt.kind == "fork"
+
+
+def test_unseen_text_is_what_came_since_the_conversation_was_recorded(session):
+    talk = list(map(InternedMessage, session.ask([InternedMessage(OK)], [265, END])))
+    more = InternedMessage(role="user", content="x" * 100)
+    assert session.graph.unseen_text([*talk, more]) == 100
+    assert session.graph.unseen_text([more]) == 100
+    assert session.graph.unseen_text([*talk, more], InternedTools([ADD])) == len("ok" + "hello") + 100
+    long = InternedMessage(role="user", content="x" * 1_000_000)
+    assert session.graph.unseen_text([*talk, long]) == 1_000_000 and not has_digest(long)
 
 
 def test_the_path_of_every_turn_stays_known_whatever_goes_on_from_it(session):

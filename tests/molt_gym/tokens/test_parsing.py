@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_gym.messages import validate_message
+from molt_gym.tokens.parsing import malformed_calls, parse_reply
 
 THINK, END_THINK, END = 259, 260, 257
 CALL, END_CALL = 267, 268
@@ -115,6 +116,87 @@ def test_calls_in_tags_are_read_with_the_types_of_the_schema(renderer_of):
     body += "<parameter=other>\nx\ny\n</parameter>\n</function>\n"
     message = renderer_of("tools").parse(ids(CALL, body, END_CALL, END), tools=tools)
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "1", "n": 3, "other": "x\ny"}
+
+
+def offer(*names) -> list[dict]:
+    return [{"type": "function", "function": {"name": name, "parameters": {}}} for name in names]
+
+
+def calls_of(message) -> list[tuple]:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "calls"),
+    [
+        ('{"name": "f", "parameters": {"a": "x; y"}}', "", [("f", {"a": "x; y"})]),
+        (' {"name": "f"} ;\n{"name": "g", "arguments": {"b": {}}}\n', "", [("f", {}), ("g", {"b": {}})]),
+        ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g"}', "", [("f", {}), ("g", {})]),
+        ('Sure.\n<|python_tag|>{"name": "other", "parameters": {"a": 1}}', "Sure.", [("other", {"a": 1})]),
+    ],
+)
+def test_bare_json_that_calls_an_offered_tool_is_a_call(reply, content, calls):
+    message = parse_reply(reply, tools=offer("f", "g"))
+    assert (message["content"], calls_of(message)) == (content, calls)
+    assert malformed_calls(message) == 0
+    assert "tool_calls" not in parse_reply(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "malformed"),
+    [
+        ('{"name": "other", "parameters": {}}', 1),
+        ('{"name": "f", "parameters": {}} and {"name": "g", "parameters": {}}', 1),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "par', 1),
+        ('{"name": "f", "parameters": [1]}', 1),
+        ('<|python_tag|>print("hi")', 1),
+        ('<|python_tag|>{"name": "f", "parameters"', 1),
+        ('Use {"name": "f", "parameters": {}}', 0),
+        ('{"age": 1, "name": "f"}', 0),
+        ("hello", 0),
+    ],
+)
+def test_bare_json_that_is_no_call_stays_content(reply, malformed):
+    message = parse_reply(reply, tools=offer("f", "g"))
+    assert message == {"role": "assistant", "content": reply}
+    assert malformed_calls(message) == malformed
+
+
+def test_a_closing_marker_that_an_argument_spells_closes_nothing():
+    one = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}\n</tool_call>'
+    two = "<tool_call>\n<function=g>\n<parameter=b>\n</tool_call>\n</parameter>\n</function>\n</tool_call>"
+    message = parse_reply(f"<think>hm</think>one {one} two {two} three")
+    assert calls_of(message) == [("f", {"a": "</tool_call><tool_call>"}), ("g", {"b": "</tool_call>"})]
+    assert message["content"] == "one  two  three" and message["reasoning_content"] == "hm"
+    assert malformed_calls(message) == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "malformed"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call> then <tool_call>{"name": "g", "argu', 2),
+        ('<tool_call>{"name": "f", "arguments": {}}{"name": "g"}</tool_call>', 1),
+        ('{"name": "f"}</tool_call>', 1),
+    ],
+)
+def test_calls_that_were_cut_or_run_together_stay_content_and_are_counted(reply, malformed):
+    message = parse_reply(reply)
+    assert message == {"role": "assistant", "content": reply} and malformed_calls(message) == malformed
+
+
+def test_arguments_under_the_name_parameters_are_not_lost():
+    reply = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
+    assert calls_of(parse_reply(reply)) == [("f", {"a": 1})]
+
+
+def test_the_length_of_reasoning_is_what_was_sampled_to_its_end(renderer_of, monkeypatch):
+    renderer = renderer_of()
+    assert renderer.reasoning_length([THINK, *b"hm", END_THINK, *b"</think>", END]) == 4
+    assert renderer.reasoning_length([THINK, *b"hm"]) == 3
+    monkeypatch.delitem(renderer._markers.ids, "</think>")
+    assert renderer.reasoning_length([*b"<think>hm</think>yes", *b"</think>"]) == len("<think>hm</think>")
+    assert renderer.reasoning_length([*b"<think>hm"]) == len("<think>hm")
 
 
 def test_bytes_that_are_no_text_become_replacement_characters(renderer_of):
