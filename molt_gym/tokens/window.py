@@ -50,12 +50,14 @@ def window(messages: Sequence[Message], reply: Message, new: Sequence[Message], 
             start -= 1
     else:
         return None
-    role = messages[start]["role"] if start > first + 2 else None
+    role = messages[start]["role"] if start > first else None
     if role == "user":
-        return [*messages[:first], QUESTION, _ANSWER, *messages[start:]]
-    if role == "assistant":
-        return [*messages[:first], QUESTION, *messages[start:]]
-    return None
+        stand_in = [] if _asks(messages[start], source) else [QUESTION, _ANSWER]
+    elif role == "assistant":
+        stand_in = [QUESTION]
+    else:
+        return None
+    return [*messages[:first], *stand_in, *messages[start:]] if start > first + len(stand_in) else None
 
 
 def _opens(messages: Sequence[Message], place: int, source: str) -> bool:
