@@ -97,9 +97,10 @@ class Session:
         try:
             completion = await asyncio.shield(turn.task)
         except asyncio.CancelledError:
-            if self._open or not turn.task.cancelled():
+            waiter = asyncio.current_task()
+            if not turn.task.cancelled() or waiter is not None and waiter.cancelling():
                 raise
-            raise _closed() from None
+            raise _aborted() if self._open else _closed() from None
         finally:
             turn.waiters -= 1
             if not turn.waiters:
@@ -161,10 +162,10 @@ class Session:
 
     async def _answer(self, call: Call) -> Completion:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout) as deadline:
                 replies = await self.respondent.answer(call)
         except Exception as error:  # noqa: BLE001  the client is told, and `failure` keeps it
-            raise self._explained(error) from error
+            raise self._explained(error, late=deadline.expired()) from error
         self.turns += len(replies)
         self.failure, self.overflowed = None, False
         return Completion(secrets.token_hex(12), int(time.time()), replies)
@@ -180,17 +181,21 @@ class Session:
             if self._by_key.get(turn.idempotency_key or "") is turn:
                 del self._by_key[turn.idempotency_key or ""]
 
-    def _explained(self, error: Exception) -> WireError:
+    def _explained(self, error: Exception, *, late: bool = False) -> WireError:
         if isinstance(error, WireError):
             return error
         if isinstance(error, PromptTooLong):
             self.overflowed = True
             return WireError("invalid_request", f"messages: {error}", param="messages", code="context_length_exceeded")
         self.failure = error
-        if isinstance(error, TimeoutError):
+        if late:
             return WireError("unavailable", f"no reply within {self._timeout:g} s", code="deadline_exceeded")
         return WireError("unavailable", f"the policy failed: {type(error).__name__}: {error}", code="engine_failed",
                          retry=True)
+
+
+def _aborted() -> WireError:
+    return WireError("unavailable", "the reply was aborted", code="aborted", retry=True)
 
 
 def _closed() -> WireError:
