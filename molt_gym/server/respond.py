@@ -18,13 +18,9 @@ from ..messages import Message
 from ..policy import Policy
 from ..spaces import AssistantMessageSpace
 from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
+from ..tokens.parsing import malformed_calls
 from .errors import WireError, unsupported
 from .exchange import Call, Reply, Token
-
-
-def malformed_calls(message):  # TODO integration
-    return 0
-
 
 T = TypeVar("T")
 Generate = Callable[[list[int], Sampling, int], Awaitable[Generation]]
