@@ -24,20 +24,33 @@ async def digits(ids, sampling, number):
     return Generation(sampled, [-1.0] * len(sampled), [0] * len(sampled), "stop")
 
 
+def spelled(reply, spelling: int) -> list:
+    """A reply as programs send it back: the objects of the SDK, all of their fields, or those that say something."""
+    def form(value):
+        return value if spelling == 1 else value.model_dump(exclude_none=spelling == 3)
+
+    if hasattr(reply, "choices"):
+        return [form(reply.choices[0].message)]
+    if hasattr(reply, "output"):
+        return [form(item) for item in reply.output]
+    return [{"role": "assistant", "content": [form(block) for block in reply.content]}]
+
+
 @settings(max_examples=20, deadline=None, suppress_health_check=checks)
-@given(st.lists(st.lists(st.tuples(wires, st.text("abc 0\n", max_size=5), st.booleans()), min_size=1, max_size=4),
+@given(st.lists(st.lists(st.tuples(wires, st.text("abc 0\n", max_size=5), st.integers(0, 3)), min_size=1, max_size=4),
                 min_size=1, max_size=5))
 async def test_conversations_that_run_at_the_same_time_are_a_row_each(agent_of, renderer_of, wire, conversations):
     agent = agent_of("chatml", generate=digits)
 
     async def converse(number, turns):
-        history, plain = [], []
-        for name, text, sdk_object in turns:
+        histories, plain = {name: [] for name in wire.names}, []
+        for name, text, spelling in turns:
             user = {"role": "user", "content": f"{number} {text}"}
-            history, plain = [*history, user], [*plain, user]
-            reply = await agent.ask(name, *(history if sdk_object and name == "chat" else plain))
+            reply = await agent.ask(name, *histories[name], user)
             said = {"role": "assistant", "content": wire.text_of(reply)}
-            history, plain = [*history, *(wire.said(reply) if name == "chat" else [said])], [*plain, said]
+            for other, history in histories.items():
+                history += [user, *(spelled(reply, spelling) if other == name and spelling else [said])]
+            plain += [user, said]
         return plain
 
     said = await asyncio.gather(*(converse(*numbered) for numbered in enumerate(conversations)))

@@ -104,12 +104,15 @@ BROKEN = [CALL, *b'\n{"name": "lookup", "arguments": {"city":\n', END_CALL, END]
 
 
 @every_wire
-async def test_a_broken_call_of_the_policy_is_text_and_the_sampled_ids_stay(agent_of, engine, wire, name):
-    agent, engine.script = agent_of("tools"), [BROKEN]
+@pytest.mark.parametrize("sampled", [BROKEN, BROKEN[:-3]], ids=["broken", "cut"])
+async def test_a_broken_call_of_the_policy_is_text_and_the_sampled_ids_stay(agent_of, engine, wire, name, sampled):
+    agent, engine.script = agent_of("tools"), [sampled]
     reply = await agent.ask(name, OK, tools=TOOLS[name])
     assert '"arguments": {"city":' in wire.text_of(reply)
     await agent.ask(name, OK, *wire.said(reply), OK, tools=TOOLS[name])
-    assert engine.received[1][: len(engine.received[0]) + len(BROKEN)] == engine.received[0] + BROKEN
+    after = [NEWLINE] if sampled[-1] == END else [END, NEWLINE]
+    ask = [256, *b"user\n", 266, END, NEWLINE, 256, *b"assistant\n"]
+    assert engine.received[1] == engine.received[0] + sampled + after + ask and len(agent.rows) == 1
     assert agent.session.respondent.malformed_calls == 1 and agent.session.respondent.tool_calls == 0
 
 
