@@ -15,7 +15,7 @@ import hmac
 import secrets
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
@@ -138,11 +138,11 @@ class Admin:
         """Of the server."""
         return self._server.url
 
-    def authenticate(self, key: str | None) -> None:
-        """Raises WireError unless it is the admin key."""
-        given = (key or "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self.key.encode("utf-8", "surrogateescape")):
-            what = "is another one" if key else "is missing"
+    def authenticate(self, keys: Sequence[str]) -> None:
+        """Raises WireError unless the admin key is among those that a request sent."""
+        ours = self.key.encode()
+        if not any(hmac.compare_digest(key.encode("utf-8", "surrogateescape"), ours) for key in keys):
+            what = "is another one" if keys else "is missing"
             raise WireError("authentication", f"admin key: {what}. Send the one that the server was started with, as a "
                             "bearer token or as x-api-key; a session's own key opens /v1 alone", code="invalid_api_key")
 
