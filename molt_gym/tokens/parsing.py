@@ -41,22 +41,29 @@ def parse_reply(text: str, messages: Sequence[Message] = (), *, thinking: bool =
         A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.
     """
     reasoning, content = split_reasoning(text, thinking=thinking)
+    found = _marked_calls(content, tools) or _bare_calls(content, tools)
+    if found is None:
+        return message_of(content, None, reasoning)
+    calls = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found[0]]
+    return message_of(found[1], numbered(calls, messages), reasoning)
+
+
+def message_of(content: str, calls: list[dict[str, Any]] | None, reasoning: str | None) -> Message:
+    """An assistant message without fields that say nothing."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
-    if found := _marked_calls(content, tools) or _bare_calls(content, tools):
-        calls, message["content"] = found
-        first_call = sum(len(earlier.get("tool_calls") or ()) for earlier in messages)
-        # Nine letters and digits: the one form of id that every chat template accepts.
-        message["tool_calls"] = [
-            {
-                "id": f"call{first_call + index:05d}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
-            }
-            for index, (name, arguments) in enumerate(calls)
-        ]
-    return message
+    return message | {"tool_calls": calls} if calls else message
+
+
+def numbered(calls: Sequence[tuple[str, str]], messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Tool calls of names and arguments; their ids go on from those in `messages`."""
+    first = sum(len(message.get("tool_calls") or ()) for message in messages)
+    # Nine letters and digits: the one form of id that every chat template accepts.
+    return [
+        {"id": f"call{place:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for place, (name, arguments) in enumerate(calls, start=first)
+    ]
 
 
 def split_reasoning(text: str, *, thinking: bool) -> tuple[str, str]:

@@ -36,10 +36,12 @@ class Renderer:
         tokenizer: a fast Hugging Face tokenizer.
         chat_template: a Jinja template, or the name of one of the tokenizer's, to use instead of its own.
         template_kwargs: variables for the template, such as `{"enable_thinking": False}`.
+        tool_parser, reasoning_parser: vLLM's parsers to use instead of the built-in ones, such as "vllm:hermes" and
+            "vllm:qwen3".
 
     Raises:
         ConfigError: the tokenizer is a slow one, has no chat template, has one that cannot write a user message, or
-            encodes text next to control tokens in a way of its own.
+            encodes text next to control tokens in a way of its own; vLLM or its parser is missing.
     """
 
     stop_token_ids: tuple[int, ...]
@@ -51,6 +53,8 @@ class Renderer:
         *,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
@@ -59,6 +63,11 @@ class Renderer:
             )
         self._markers = Markers(tokenizer.backend_tokenizer)
         self._template = ChatTemplate(tokenizer, self._markers, chat_template, template_kwargs or {})
+        self._parse = parse_reply
+        if tool_parser is not None or reasoning_parser is not None:
+            from .vllm_parsers import VllmParsers
+
+            self._parse = VllmParsers(tokenizer, tool_parser, reasoning_parser).parse
         self._easy_tools: dict[bytes, bool] = {}
         self._check_encoding(tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys([*_configured_stops(tokenizer), *self._ends_of_turn()]))
@@ -184,7 +193,7 @@ class Renderer:
             room -= len(segment)
             text += segment if control else shield.whole(segment)
         thinking = self._template.style.opens_thinking
-        return shield.lift(parse_reply(text, messages, thinking=thinking, tools=tools))
+        return shield.lift(self._parse(text, messages, thinking=thinking, tools=tools))
 
     def reasoning_length(self, ids: Sequence[int]) -> int:
         """How many of the ids of a reply with reasoning belong to it: those up to the end of its `<think>` block."""
