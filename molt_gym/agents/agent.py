@@ -67,7 +67,9 @@ class ChatAgent(ABC):
 
         Raises:
             EnvFailure: not the policy failed but something that the agent needs. Any other exception is a failure of
-                the agent, unless the model's context or the limit on turns was used up: that is a truncation.
+                the agent, unless the model's context or the limit on turns was used up: that is a truncation. A run
+                that failed is left out of the training, so catch what the policy is to blame for, such as a
+                framework's error about a call of no such tool, and return a reward.
         """
 
     def __str__(self) -> str:
@@ -129,15 +131,16 @@ def register_agent(
 
     Args:
         id: "[namespace/]Name-v0".
-        max_turns: replies that a run may get; an episode that reaches it is truncated.
+        max_turns: replies that a run may get, those of sub-agents too; one that wants more is truncated.
         kwargs: arguments for the agent and for `AgentEnv`, in JSON.
         **spec: as for `molt_gym.register`.
     """
 
     def decorate(agent: A) -> A:
         qualname = getattr(agent, "__qualname__", "<locals>")
-        importable = agent.__module__ != "__main__" and "<locals>" not in qualname
-        arguments = {"agent": f"{agent.__module__}:{qualname}" if importable else agent, **(kwargs or {})}
+        module = getattr(agent, "__module__", "__main__")
+        importable = module != "__main__" and "<locals>" not in qualname
+        arguments = {"agent": f"{module}:{qualname}" if importable else agent, **(kwargs or {})}
         register(id, "molt_gym.agents:AgentEnv", max_episode_steps=max_turns, kwargs=arguments, **spec)
         return agent
 

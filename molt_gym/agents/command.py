@@ -48,6 +48,9 @@ _FIELDS = {field.name for field in fields(Result)}
 class CommandAgent(ChatAgent):
     """Runs a program for each task.
 
+        molt_gym.register("Node-v0", "molt_gym:AgentEnv", max_episode_steps=8, kwargs={
+            "agent": "molt_gym:CommandAgent", "command": ["node", "agent.js"], "tasks": [{"question": "6 * 7"}]})
+
     The program finds the model through the variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
     `ANTHROPIC_API_KEY`, and the task as JSON in `MOLT_GYM_TASK`, if it has less than 100,000 bytes, and on its standard
     input. The last line that it prints, of at most 500,000 characters, is its result: a number, or a JSON object with

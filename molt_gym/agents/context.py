@@ -72,7 +72,7 @@ class AgentContext:
         return max(0.0, self.deadline - time.monotonic())
 
     def openai(self, *, asynchronous: bool | None = None, **kwargs: Any) -> "openai.OpenAI | openai.AsyncOpenAI":
-        """A client of OpenAI's SDK, which is closed after the run.
+        """A new client of OpenAI's SDK, which is closed after the run; one does for all its requests.
 
         Args:
             asynchronous: None: `AsyncOpenAI` if called in a coroutine, else `OpenAI`.
