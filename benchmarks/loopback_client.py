@@ -18,6 +18,8 @@ import msgspec
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 WORDS_A_MESSAGE = 12
 BYSTANDER_TURNS = 10
+QUIET = 2.0
+"""Seconds that a bystander is alone before the big message."""
 DEADLINE = 120.0
 """Seconds that one job may take."""
 
@@ -136,7 +138,8 @@ class Client:
         before: list[float] = []
         during: list[float] = []
         async with asyncio.timeout(DEADLINE):
-            for _ in range(BYSTANDER_TURNS):
+            alone = time.perf_counter() + QUIET
+            while time.perf_counter() < alone:
                 await self._bystand(small, keys[1], before, lambda: False)
             begin = time.perf_counter()
             task = asyncio.ensure_future(big.post(self._head(keys[0]), body))
