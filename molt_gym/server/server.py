@@ -1,16 +1,18 @@
 """The loopback server: HTTP on the running event loop, for the SDKs of the agents that run here.
 
-Invariants: nothing but `/health` answers without the secret of an open session; a session's secret opens that session
-alone; a client that goes away takes its request with it; every answer, errors included, has the shape of the wire that
-asked. A request never makes the server read a file or open a connection.
+Invariants: nothing but `/health` answers without the secret of an open session, or the admin's under `/sessions`; a
+session's secret opens that session alone; a client that goes away takes its request with it; every answer, errors
+included, has the shape of the wire that asked. A request never makes the server read a file or open a connection.
 """
 
 import asyncio
 import hashlib
+import logging
+import resource
 import secrets
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -22,6 +24,11 @@ from .json import decode_fields, encode
 from .memory import WireMemory
 from .responses import Responses
 from .session import Identity, Session
+
+if TYPE_CHECKING:
+    from .admin import Admin
+
+_log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20
 """Bytes of the largest request body by default."""
@@ -56,6 +63,8 @@ class LoopbackServer:
 
     threads: ThreadPoolExecutor
     """Where long texts are encoded; no agent ever runs there."""
+    admin: "Admin | None" = None
+    """Answers what is asked under /sessions, for those who have its key."""
 
     def __init__(
         self, *, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None, model: str = "policy",
@@ -80,6 +89,7 @@ class LoopbackServer:
         Raises:
             OSError: the address cannot be bound.
         """
+        _allow_open_files()
         # With cancellation, a client that goes away ends the wait for its reply, and with it the engine's work.
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_TIMEOUT)
@@ -138,6 +148,9 @@ class LoopbackServer:
         try:
             if path == "/health":
                 return _json({"status": "ok"})
+            if self.admin is not None and f"{path}/".startswith("/sessions/"):
+                self.admin.authenticate(_keys(request))
+                return _json(self.admin.answer(request.method, path, await self._body(request)))
             session = self._session(request)
             if path in _WIRES and request.method == "POST":
                 return await self._complete(request, wire, session, path)
@@ -150,15 +163,17 @@ class LoopbackServer:
             raise _no_such_route(request.method, path)
         except WireError as error:
             return _error(wire, error)
+        except Exception as error:  # noqa: BLE001  the client is told in the shape that it can read
+            if isinstance(error, ConnectionError) or request.writer.output_size:
+                raise
+            _log.exception("%s %s", request.method, path)
+            return _error(wire, WireError("internal", f"the server failed: {type(error).__name__}: {error}"))
 
     def _session(self, request: web.BaseRequest) -> Session:
-        key = request.headers.get("x-api-key")
-        if key is None:
-            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-            key = token.strip() if scheme.lower() == "bearer" else ""
-        session = self._sessions.get(key)
+        keys = _keys(request)
+        session = next((self._sessions[key] for key in keys if key in self._sessions), None)
         if session is None:
-            what = "is the secret of no open session; it may be over" if key else "is missing"
+            what = "is the secret of no open session; it may be over" if keys else "is missing"
             raise WireError("authentication", f"api key: {what}. Send the key that the agent was given, as a bearer "
                             "token or as x-api-key", code="invalid_api_key")
         return session
@@ -189,7 +204,7 @@ class LoopbackServer:
         body = await self._body(request)
         identity = Identity(
             hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest(), _attempt(request),
-            request.headers.get("Idempotency-Key"))
+            request.headers.get("Idempotency-Key") or None)
         memory = session.memory(path)
         parsed = wire.parse(decode_fields(body), memory)
         work = session.complete(parsed.call, identity)
@@ -235,9 +250,23 @@ class LoopbackServer:
         return entry if name else page
 
 
+def _allow_open_files() -> None:
+    """A few hundred agents have more sockets open than the usual soft limit of 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _keys(request: web.BaseRequest) -> list[str]:
+    """The api key and the bearer token: an SDK sends both if its environment has a key of another service."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    keys = (request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
+    return [key for key in keys if key]
+
+
 def _attempt(request: web.BaseRequest) -> int | None:
     text = request.headers.get("x-stainless-retry-count")
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _headers(completion: Completion) -> dict[str, str]:
