@@ -56,6 +56,7 @@ class Player:
     seat: for session number n; gets the threads where long texts are encoded.
     timeout: seconds for one reply.
     env: the name in the trajectories.
+    close: frees what it holds.
     """
 
     seat: Callable[[int, ThreadPoolExecutor], Seat]
@@ -66,7 +67,7 @@ class Player:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where it is served, and where to it is recorded.
+    """Where it is served, and where it is recorded.
 
     host, port: to bind; port 0 takes a free one.
     public_url: what clients are told; by default made of host and port.
@@ -242,7 +243,7 @@ def _configure(
 
 
 class _FreeSeat(TokenSeat):
-    """Requests choose how they are sampled."""
+    """Requests choose how they are sampled; a seed means the same in all sessions."""
 
     def __init__(
         self, renderer: Renderer, history: Literal["keep", "rerender"], sampling: Sampling, max_context: int,
@@ -251,6 +252,11 @@ class _FreeSeat(TokenSeat):
         super().__init__(renderer, history, sampling, max_context, ticket, 0, gate, threads)
         rules = Rules(sampling, max_context, free=True, seed=self._seed)
         self.respondent = TokenRespondent(renderer, self._generate, rules, history=history, threads=threads)
+
+    def _seed(self, number: int, seed: int | None, sample: int) -> int:
+        if seed is None:
+            return super()._seed(number, None, sample)
+        return Ticket(0, 0).derive(sample, abs(seed), int(seed < 0))
 
 
 class _Recorder:

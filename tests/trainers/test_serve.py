@@ -1,5 +1,6 @@
 """`molt-gym serve`: a model behind an endpoint, asked by the stock SDKs and by plain HTTP, and what is recorded."""
 
+import asyncio
 import json
 import os
 import resource
@@ -91,6 +92,16 @@ async def test_requests_choose_their_sampling(tiny_path: Path, tiny_model: Any) 
         assert all("x-molt-gym-ignored" not in reply.headers for reply in greedy)
 
 
+async def test_a_seed_gives_the_same_in_all_sessions(tiny_path: Path) -> None:
+    async with serve(tiny_path, **SMALL) as admin:
+        texts = []
+        for seed in (5, 5, 6, -5, None, None):
+            chat, _ = clients_of(admin.url, admin.open().session.key)
+            reply = await chat.chat.completions.create(model="m", messages=[HELLO], **({"seed": seed} if seed else {}))
+            texts.append(reply.choices[0].message.content)
+    assert texts[0] == texts[1] and len(set(texts)) == 5
+
+
 async def test_a_policy_of_any_kind_can_be_served() -> None:
     async with serve(lambda observation: observation["messages"][-1]["content"].upper()) as admin:
         chat, messages = clients_of(admin.url, admin.default.session.key)
@@ -165,8 +176,6 @@ def test_the_env_gives_its_settings_and_its_name(tiny_path: Path, toys: Path) ->
     try:
         assert player.env == "toy_envs:Letters-v0"
     finally:
-        import asyncio
-
         asyncio.run(player.close())
 
 
