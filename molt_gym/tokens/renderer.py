@@ -18,7 +18,7 @@ from ..messages import InternedTools, Message, digest_of_tools, text_of
 from .markers import Markers, Shield, private_use
 from .parsing import END_THINK, parse_reply
 from .template import ChatTemplate, ChatTemplateError, ending_in
-from .window import QUESTION, probes, window
+from .window import QUESTION, probes, tool_named, window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -130,8 +130,9 @@ class Renderer:
             PromptTooLong: the text cannot fit.
         """
         shorter = window(messages, reply, new_messages, self._template.source)
-        history = messages if shorter is None or not self.writes_locally else shorter
-        return self._extend(history, reply, new_messages, tools, sampled_ids, keep, limit, len(messages))
+        if shorter is None or not self.writes_locally:
+            return self._extend(messages, reply, new_messages, tools, sampled_ids, keep, limit, len(messages))
+        return self._extend(shorter, reply, new_messages, tools, sampled_ids, keep, limit, len(messages), brief=True)
 
     def _extend(
         self,
@@ -143,13 +144,20 @@ class Renderer:
         keep: bool = False,
         limit: float = math.inf,
         place: int = 0,
+        *,
+        brief: bool = False,
     ) -> list[int] | None:
-        """`extend` by what the template does with `messages`. `place`: of the reply in the conversation, for errors."""
+        """`extend` by what the template does with `messages`.
+
+        place: of the reply in the conversation, for errors. brief: one small tool stands in for all, unless what the
+        template appends shows tools.
+        """
         template = self._template
-        easy = self._easy(tools)
-        shield = template.shield(messages, reply, new_messages, () if easy else tools)
-        sentinel = shield.sentinel()
-        schemas, calls = tools if easy else shield.value(tools), bool(reply.get("tool_calls"))
+        plain = brief or self._easy(tools)
+        shield = template.shield(messages, reply, new_messages, () if plain else tools)
+        sentinel, mark = shield.sentinel(), shield.sentinel()
+        schemas = [tool_named(mark)] if brief and tools else tools if plain else shield.value(tools)
+        calls = bool(reply.get("tool_calls"))
         before = template.prepare(messages, shield)
         new = template.prepare(new_messages, shield, first=place + 1)
         end = template.prepare([ending_in(sentinel, reply)], shield, first=place)
@@ -164,6 +172,8 @@ class Renderer:
             return None
         if tail is None:
             return None
+        if brief and (mark in tail or ascii(mark)[1:-1] in tail):
+            return self._extend(messages, reply, new_messages, tools, sampled_ids, keep, limit, place)
         ids = self._markers.encode(tail, shield, at_start=False, limit=limit)
         ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if ended else ids
@@ -240,7 +250,8 @@ class Renderer:
             shorter = window(messages, reply, new, self._template.source)
             if shorter is None:
                 continue
-            whole, part = (self._extend(history, reply, new, tools, ()) for history in (messages, shorter))
+            whole = self._extend(messages, reply, new, tools, ())
+            part = self._extend(shorter, reply, new, tools, (), brief=True)
             if whole != part and self._writes(messages, tools):
                 return False
         return True

@@ -20,14 +20,11 @@ _LEADING = ("system", "developer")
 Extension = tuple[list[Message], Message, list[Message], list[Mapping[str, Any]]]
 """Messages, the reply to them, new messages, tools."""
 
-TOOL: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": []},
-    },
-}
+def tool_named(name: str) -> dict[str, Any]:
+    """A small tool that shows its name wherever something of it is written."""
+    properties = {name: {"type": "string", "description": name}}
+    parameters = {"type": "object", "properties": properties, "required": [name]}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
 def window(messages: Sequence[Message], reply: Message, new: Sequence[Message], source: str) -> list[Message] | None:
@@ -89,7 +86,8 @@ def _cut(conversation: list[Message], place: int, number: int) -> Extension:
     while conversation[end]["role"] != "assistant" and end < len(conversation) - 1:
         end += 1
     new = conversation[place + 1 : end] or conversation[-1:]
-    return [*lead, *conversation[:place]], conversation[place], [*late, *new], [dict(TOOL)] if number % 4 > 1 else []
+    tools = [tool_named("f"), tool_named("g")] if number % 4 > 1 else []
+    return [*lead, *conversation[:place]], conversation[place], [*late, *new], tools
 
 
 def _conversation(draw: random.Random, *, exchanges: int, plain: bool) -> list[Message]:
