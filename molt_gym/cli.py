@@ -133,6 +133,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> int:
 
     endpoint = Endpoint(options.host, options.port, options.public_url, options.out,
                         os.environ.get(KEY_VARIABLE) or None, options.idle_timeout)
+    overrides |= {} if options.seed is None else {"seed": options.seed}
     serve_until_stopped(endpoint, options.model, env=env or None, config=options.config, overrides=overrides)
     return OK
 
@@ -210,6 +211,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     serve = verb("serve", _serve, "answer OpenAI and Anthropic SDKs with a model, and record what it samples",
                  "[ENV] [--model M] [options]", True)
     serve.add_argument("--model", help="as for train, tiny if there is an ENV; a run's model is in RUN/model")
+    serve.add_argument("--seed", type=int, metavar="S", help="fixes sampling (default 0)")
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default 8000)")
     serve.add_argument("--public-url", metavar="URL", help="how clients reach it, if not by host and port")
