@@ -20,6 +20,7 @@ _LEADING = ("system", "developer")
 Extension = tuple[list[Message], Message, list[Message], list[Mapping[str, Any]]]
 """Messages, the reply to them, new messages, tools."""
 
+
 def tool_named(name: str) -> dict[str, Any]:
     """A small tool that shows its name wherever something of it is written."""
     properties = {name: {"type": "string", "description": name}}
