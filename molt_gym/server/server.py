@@ -70,7 +70,7 @@ class LoopbackServer:
         self, *, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None, model: str = "policy",
         timeout: float | None = 600.0, max_body: int = MAX_BODY,
     ) -> None:
-        self._host, self._port, self._public_url = host, port, public_url
+        self._host, self._bound, self._port, self._public_url = host, host, port, public_url
         self._model, self._timeout, self._max_body = model, timeout, max_body
         self._sessions: dict[str, Session] = {}
         self._runner: web.ServerRunner | None = None
@@ -100,7 +100,8 @@ class LoopbackServer:
             await runner.cleanup()
             raise
         self._runner = runner
-        self._port = runner.addresses[0][1]
+        # A name may stand for an IPv4 and an IPv6 address, which get ports of their own.
+        self._bound, self._port = runner.addresses[0][:2]
 
     async def close(self) -> None:
         """Close all sessions and stop listening. Idempotent."""
@@ -116,7 +117,7 @@ class LoopbackServer:
         """Where it is reached. An Anthropic SDK takes this as its base URL, an OpenAI SDK `url + "/v1"`."""
         if self._public_url is not None:
             return self._public_url.rstrip("/")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._bound, self._bound)
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     @property
