@@ -101,6 +101,10 @@ class RolloutConfig(Section):
     """Seconds for one rollout."""
     template_kwargs: Table = {}
     """Extra variables of the chat template, such as enable_thinking."""
+    tool_parser: Text | None = None
+    """How tool calls are read: "vllm:NAME" for one of vLLM's parsers; without it, the forms that are built in."""
+    reasoning_parser: Text | None = None
+    """How reasoning is read: "vllm:NAME" for one of vLLM's parsers; without it, a leading <think> block."""
     dynamic_filter: Range = None
     """Train a group only if low < mean score < high: [low, high], or true for [0, 1]; other groups are replaced."""
 

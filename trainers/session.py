@@ -102,7 +102,9 @@ def pick_dtype(name: str) -> torch.dtype:
 
 def load_renderer(path: Path, config: Config) -> Renderer:
     """The renderer of a model folder."""
-    return Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(config.rollout.template_kwargs))
+    rollout = config.rollout
+    return Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(rollout.template_kwargs),
+                    tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
 
 
 class Sampler:
