@@ -1,6 +1,6 @@
 """What the loopback server costs, beside a bare JSON endpoint on the same HTTP library, in one run.
 
-    python benchmarks/loopback_server.py [--wire chat] [--sessions 1 16 64 256] [--turns 20] [--requests 3000] ...
+    python benchmarks/loopback_server.py [--wire chat] [--sessions 1 16 64 256] [--turns 20] [--requests 2000] ...
 
 The servers are in this process, the agents in one of their own (`loopback_client.py`). The engine answers at once, with
 20 ids of a script; all else is real: HTTP, JSON, sessions, chat template, tokenizer (byte-level BPE, trained here on
@@ -312,7 +312,7 @@ def main() -> None:
                         default=("throughput", "latency", "big"))
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--turns", type=int, default=20, help="of a conversation, where throughput is measured")
-    parser.add_argument("--requests", type=int, default=3000, help="in each measurement of throughput, about")
+    parser.add_argument("--requests", type=int, default=2000, help="in each measurement of throughput, about")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tools", type=int, default=0, help="offered with every request")
     parser.add_argument("--at", type=int, nargs="+", default=[1, 10, 50, 100], help="turns whose latency is measured")
