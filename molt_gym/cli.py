@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    # As `python -m` does, so that an env of a module in this folder is found.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     options, rest = _parser(arguments).parse_known_args(arguments)
     try:
         code = options.command(options, rest)

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from .messages import Message, text_of
+from .messages import Message, same_message, text_of
 from .tokens.trajectory import Trajectory
 
 __all__ = ["play", "print_message", "print_trajectory"]
@@ -64,27 +64,40 @@ def play(
     env = make(env_id, **(env_kwargs or {}))
     try:
         observation, _ = env.reset(seed=seed)
-        shown, total, over = 0, 0.0, False
+        shown: list[Message] = []
+        tools: list[dict[str, Any]] = []
+        total, over = 0.0, False
         while not over:
-            for message in observation["messages"][shown:]:
-                print_message(console, message)
-            shown = len(observation["messages"]) + 1
+            _print_new(console, observation["messages"], shown)
+            if observation["tools"] != tools:
+                tools = observation["tools"]
+                console.print(Text("tools", "bold cyan"))
+                console.print(Padding(Text(_printable("\n".join(map(json.dumps, tools)))), (0, 0, 0, 2)))
             console.print(
                 Text("assistant", "bold green").append("  (end your reply with a line holding one dot)", "dim")
             )
+            shown, reply = observation["messages"], _reply()
             try:
-                observation, reward, terminated, truncated, _ = env.step(_reply())
+                observation, reward, terminated, truncated, _ = env.step(reply)
             except ValueError as error:
                 console.print(Text(str(error), "red"))
-                shown -= 1
                 continue
+            shown = [*shown, reply]
             total, over = total + float(reward), terminated or truncated
-        for message in observation["messages"][shown:]:
-            print_message(console, message)
+        _print_new(console, observation["messages"], shown)
         console.print(Text(f"reward {total:g}", "bold"))
         return total
     finally:
         env.close()
+
+
+def _print_new(console: Console, messages: list[Message], shown: list[Message]) -> None:
+    """What does not stand there yet; all, if it does not go on from that, as what a sub-agent asks."""
+    goes_on = len(messages) >= len(shown) and all(map(same_message, messages, shown))
+    if not goes_on:
+        console.print(Rule(Text("another conversation", "bold"), align="left", style="dim"))
+    for message in messages[len(shown) if goes_on else 0 :]:
+        print_message(console, message)
 
 
 def _reply() -> Message:

@@ -208,7 +208,7 @@ def _load(
 def _summary(run_dir: RunDir) -> dict[str, Any]:
     """What a user wants to know at the end."""
     metrics = run_dir.read_metrics()
-    steps = [line for line in metrics if "time/step" in line]
+    steps = [line for line in metrics if "perf/step_over_parts" in line]
     summary: dict[str, Any] = {}
     for name in sorted({name for line in metrics for name in line if name.startswith("eval/") and "/pass_at_" in name}):
         scores = [line[name] for line in metrics if name in line]

@@ -101,6 +101,12 @@ class RolloutConfig(Section):
     """Seconds for one rollout."""
     template_kwargs: Table = {}
     """Extra variables of the chat template, such as enable_thinking."""
+    server_host: Text = "127.0.0.1"
+    """Address at which agents reach the policy; for agents in containers, one that they can reach."""
+    server_url: Text | None = None
+    """What agents are told, such as http://host.docker.internal:8000; without it, made of the address and the port."""
+    server_port: Annotated[int, Ge(0), Le(65535), _NUMBER] = 0
+    """Port of that address; 0 takes a free one."""
     tool_parser: Text | None = None
     """How tool calls are read: "vllm:NAME" for one of vLLM's parsers; without it, the forms that are built in."""
     reasoning_parser: Text | None = None

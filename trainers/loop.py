@@ -196,8 +196,9 @@ def _rates(
     """Tokens a second, and how far the step is from generation and training alone."""
     trained = sum(len(row.ids) for group in groups for trajectory in group for row in trajectory.rows)
     alone = metrics["time/generate"] + metrics.get("time/train", 0.0) + metrics.get("time/logprobs", 0.0)
-    rates = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"],
-             "perf/step_over_parts": metrics["time/step"] / alone}
+    rates = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"]}
+    if alone:
+        rates["perf/step_over_parts"] = metrics["time/step"] / alone
     if metrics.get("time/train"):
         rates["perf/train_tokens_per_s"] = trained / metrics["time/train"]
     return rates

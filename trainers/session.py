@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 from molt_gym.agents import AgentEnv
 from molt_gym.policy import Policy
 from molt_gym.registry import creators, find_spec, make
+from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
 from .config import Config
@@ -90,6 +92,13 @@ def limits(config: Config) -> Limits:
                   rollout.retries)
 
 
+def loopback(config: Config) -> LoopbackServer:
+    """The server for agents."""
+    rollout = config.rollout
+    return LoopbackServer(host=rollout.server_host, port=rollout.server_port, public_url=rollout.server_url,
+                          timeout=rollout.generate_timeout)
+
+
 def pick_dtype(name: str) -> torch.dtype:
     """auto: bfloat16 where the processor multiplies it natively, else float32."""
     if name != "auto":
@@ -135,7 +144,8 @@ class Sampler:
             return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate,
                              self._threads)
 
-        return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done)
+        return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
+                      serve=partial(loopback, self._config))
 
     async def evaluate(self) -> EvalResult:
         """The held-out score of the weights in use."""
@@ -149,7 +159,8 @@ class Sampler:
 
 def policy_runner(policy: Policy, maker: EnvMaker, config: Config) -> Runner:
     """Plays with a policy that is no model of ours."""
-    return Runner(maker.env_id, maker, lambda ticket, attempt: PolicySeat(policy), limits(config))
+    return Runner(maker.env_id, maker, lambda ticket, attempt: PolicySeat(policy), limits(config),
+                  serve=partial(loopback, config))
 
 
 async def evaluate_with(runner: Runner, config: Config) -> EvalResult:

@@ -286,3 +286,36 @@ def test_eval_prints_nothing_but_json_if_asked(parrot, parrot_policy, capsys):
     assert main(["eval", parrot, "--episodes", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["pass_at_1"] == 1.0 and found["episodes"] == 2 and found["failures"] == {}
+
+
+PLANNER = """
+import asyncio
+
+import molt_gym
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@molt_gym.register_agent("Planner-v0")
+async def plan(ctx):
+    async def ask(text):
+        await ctx.openai().chat.completions.create(
+            model="m", messages=[{"role": "user", "content": text}], tools=[TOOL])
+
+    await ask("first")
+    await ask("second")
+    return 1
+"""
+
+
+def test_a_person_sees_every_conversation_and_its_tools_though_it_does_not_extend_the_last(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "asks_twice.py").write_text(PLANNER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n.\ntwo\n.\n"))
+    assert main(["rollout", "asks_twice:Planner-v0", "--human"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("first") < text.index("another conversation") < text.index("second") < text.index("reward 1")
+    assert text.count('"name": "look"') == 1

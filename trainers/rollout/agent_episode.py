@@ -13,6 +13,7 @@ import gymnasium as gym
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from molt_gym.agents import AgentEnv, AgentRun, Result
+from molt_gym.errors import EnvFailure
 from molt_gym.server.server import LoopbackServer
 from molt_gym.server.session import Session
 
@@ -47,7 +48,7 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
         launch: starts it, given its session.
 
     Raises:
-        EnvFailure: from the agent.
+        EnvFailure: from the agent, or because it asked nothing.
     """
     session = server.open(seat.respondent, max_turns=max_turns)
     run: AgentRun | None = None
@@ -59,7 +60,7 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
         await asyncio.wait([ended, over], return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             await asyncio.wait([ended], timeout=END_TIMEOUT)
-        return ended.result() if ended.done() else replace(run.so_far(), truncated=True)
+        result = ended.result() if ended.done() else replace(run.so_far(), truncated=True)
     finally:
         over.cancel()
         # Otherwise what becomes of the run is an exception that nobody retrieves.
@@ -68,3 +69,7 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
         if run is not None:
             run.cancel()
         session.close()
+    if not session.turns and not result.truncated:
+        raise EnvFailure("agent", f"it ended with {result} without having been answered once; it has to ask the policy "
+                         "something at ctx.base_url, for instance through ctx.openai()")
+    return result

@@ -59,6 +59,7 @@ class Runner:
         seat: whom to ask in attempt number `attempt` at a ticket.
         live: entered while a rollout goes on, such as `Gate.rollout`.
         done: called with each trajectory, as it ends.
+        serve: makes the server for agents; called when the first of them plays.
     """
 
     def __init__(
@@ -70,10 +71,11 @@ class Runner:
         *,
         live: Callable[[], AbstractContextManager[None]] = nullcontext,
         done: Callable[[Trajectory], None] = lambda _: None,
+        serve: Callable[[], LoopbackServer] = LoopbackServer,
     ) -> None:
         self.env_id, self.limits = env_id, limits
         self._envs = EnvPool(make)
-        self._seat, self._live, self._done = seat, live, done
+        self._seat, self._live, self._done, self._serve = seat, live, done, serve
         self._server: LoopbackServer | None = None
         self._starting = asyncio.Lock()
         self.retried: Counter[str] = Counter()
@@ -144,7 +146,7 @@ class Runner:
     async def _agent_episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
         async with self._starting:
             if self._server is None:
-                server = LoopbackServer(timeout=self.limits.generate_timeout)
+                server = self._serve()
                 await server.start()
                 self._server = server
         max_turns = await self._env("reset", worker, lambda env: env.spec.max_episode_steps if env.spec else None,

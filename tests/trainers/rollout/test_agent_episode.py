@@ -182,6 +182,24 @@ async def test_an_agents_own_reason_is_kept(policy_runner, error):
     assert (await play(policy_runner(maker(run), retries=0))).failure.reason == error.reason
 
 
+async def test_an_agent_that_asks_nothing_has_failed_whatever_reward_it_claims(policy_runner):
+    async def run(ctx):
+        return 1.0
+
+    trajectory = await play(policy_runner(maker(run), retries=0))
+    assert trajectory.failure.reason == "agent" and "without having been answered once" in trajectory.failure.message
+
+
+async def test_the_server_can_be_bound_where_containers_reach_it(tiny_path):
+    from molt_gym.trainers.config import load_config
+    from molt_gym.trainers.session import loopback
+
+    config = load_config("CodeExec-v0", overrides={
+        "rollout.server_host": "0.0.0.0", "rollout.server_url": "http://host.docker.internal:9"})
+    async with loopback(config) as server:
+        assert server.url == "http://host.docker.internal:9" and server._bound == "0.0.0.0"
+
+
 async def test_a_policy_that_fails_is_asked_three_times_and_named_as_the_reason(policy_runner):
     asked = []
 
