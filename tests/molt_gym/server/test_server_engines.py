@@ -59,6 +59,22 @@ async def test_an_engine_that_gives_up_is_no_lost_connection_and_no_deadline(age
     assert failed.value.status_code == 503 and failed.value.response.headers["x-should-retry"] == "true"
 
 
+async def test_if_one_of_the_choices_fails_the_others_are_aborted(agent_of):
+    ended = []
+
+    async def generate(ids, sampling, number):
+        try:
+            await asyncio.sleep(0.02 if number == 1 else 30.0)
+        finally:
+            ended.append(number)
+        raise RuntimeError("down")
+
+    agent = agent_of(generate=generate)
+    with pytest.raises(openai.InternalServerError, match="down"):
+        await agent.chat(OK, n=3)
+    assert sorted(ended) == [0, 1, 2] and agent.rows == []
+
+
 @every_wire
 async def test_a_reply_without_a_token_is_an_empty_text(agent_of, wire, name, prompt_ids):
     generate, _ = playing(generation([]), generation(HELLO))

@@ -188,8 +188,8 @@ async def test_counted_tokens_are_those_of_the_prompt(agent, agent_of, engine):
     with pytest.raises(anthropic.BadRequestError):
         await count(model="m", messages=[])
     assert (engine.received, agent.session.turns) == ([], 0)
-    long = {"role": "user", "content": "x" * 9000}
-    assert (await count(model="m", messages=[long])).input_tokens == 9019 and not agent.session.overflowed
+    long = {"role": "user", "content": "x" * 60_000}
+    assert (await count(model="m", messages=[long])).input_tokens == 60_019 and not agent.session.overflowed
     tools = [{"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}]
     await (other := agent_of("tools")).messages(OK, tools=tools)
     counted = await other.anthropic.messages.count_tokens(model="m", messages=[OK], tools=tools)
