@@ -20,12 +20,13 @@ from ..spaces import AssistantMessageSpace
 from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
 from ..tokens.parsing import malformed_calls
 from .errors import WireError, unsupported
-from .exchange import Call, Reply, Token
+from .exchange import Call, Options, Reply, Token
 
 T = TypeVar("T")
 Generate = Callable[[list[int], Sampling, int], Awaitable[Generation]]
 """From prompt ids, how to sample, and the number of the sample in its session, to the sample."""
 
+_NOTHING_ASKED = Options()
 INLINE_TEXT = 4000
 """Characters that are rendered and encoded on the event loop, which takes less than a hop to a thread and back."""
 
@@ -94,11 +95,12 @@ class TokenRespondent:
         return len((await self._prepare(call, math.inf)).ids)
 
     async def _prepare(self, call: Call, limit: float) -> Prompt:
-        prepare = partial(self.graph.prepare, call.messages, call.tools, limit=limit)
         try:
-            if self.graph.unseen_text(call.messages, call.tools) <= INLINE_TEXT:
-                return prepare()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+            prompt = self.graph.prepare_short(call.messages, call.tools, limit=limit, at_most=INLINE_TEXT)
+            if prompt is None:
+                prepare = partial(self.graph.prepare, call.messages, call.tools, limit=limit)
+                prompt = await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+            return prompt
         except PromptTooLong:
             raise
         except ValueError as error:
@@ -110,6 +112,8 @@ class TokenRespondent:
 
     def _sampling(self, call: Call, room: int) -> tuple[Sampling, tuple[str, ...]]:
         run, asked = self._rules.sampling, call.options
+        if asked == _NOTHING_ASKED and room >= run.max_tokens:
+            return run, ()
         if asked.max_tokens is not None and asked.max_tokens < 1:
             raise unsupported("max_tokens", f"{asked.max_tokens}; a reply has at least 1 token")
         chosen: dict[str, Any] = {}
@@ -126,13 +130,15 @@ class TokenRespondent:
         return replace(run, stop=run.stop + asked.stop, **chosen), tuple(ignored)
 
     def _seeded(self, sampling: Sampling, call: Call, first: int, sample: int) -> Sampling:
-        return replace(sampling, seed=self._rules.seed(first + sample, call.options.seed, sample))
+        seed = self._rules.seed(first + sample, call.options.seed, sample)
+        return sampling if seed == sampling.seed else replace(sampling, seed=seed)
 
     def _record(
         self, call: Call, prompt: Prompt, generations: list[Generation], stops: tuple[str, ...],
         ignored: tuple[str, ...],
     ) -> list[Reply]:
-        generations = [generation.checked() for generation in generations]
+        if len(generations) > 1:
+            generations = [generation.checked() for generation in generations]
         replies = [self._reply(call, prompt, generation, stops, ignored) for generation in generations]
         for generation, reply in zip(generations, replies, strict=True):
             self.graph.commit(prompt, generation, reply.message)

@@ -180,26 +180,30 @@ class LoopbackServer:
         return session
 
     async def _body(self, request: web.BaseRequest) -> bytes:
-        too_large = WireError("too_large", f"body: has more than {self._max_body} bytes; send less, or raise max_body",
-                              code="request_too_large")
         if (request.content_length or 0) > self._max_body:
-            raise too_large
+            raise self._too_large()
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
+        if request.content.is_eof() and request.content.total_bytes <= self._max_body:
+            return request.content.read_nowait()
         parts, size = [], 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 async for part in request.content.iter_any():
                     size += len(part)
                     if size > self._max_body:
-                        raise too_large
+                        raise self._too_large()
                     parts.append(part)
         except TimeoutError:
             raise WireError("invalid_request", f"body: did not arrive within {BODY_TIMEOUT:g} s") from None
         except web.RequestPayloadError as error:
             raise WireError("invalid_request", "body: cannot be read: " + " ".join(str(error).split())) from None
         return b"".join(parts)
+
+    def _too_large(self) -> WireError:
+        return WireError("too_large", f"body: has more than {self._max_body} bytes; send less, or raise max_body",
+                         code="request_too_large")
 
     async def _complete(self, request: web.BaseRequest, wire: Wire, session: Session, path: str) -> web.StreamResponse:
         body = await self._body(request)

@@ -7,7 +7,7 @@ token that was not sampled (an end marker added by hand) never is.
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -78,17 +78,23 @@ class Generation:
         for field, values in (("ids", ids), ("versions", versions)):
             if values and min(values) < 0:
                 raise ValueError(f"generation.{field}: {min(values)} is negative; give whole numbers of at least 0")
-        for position, value in enumerate(logprobs):
-            if not math.isfinite(value) or value > LOGPROB_ROUNDING:
-                raise ValueError(f"generation.logprobs[{position}]: {value} is no log-probability (finite, at most 0)")
+        if not all(map(math.isfinite, logprobs)) or max(logprobs, default=0.0) > LOGPROB_ROUNDING:
+            position, value = next(
+                (p, v) for p, v in enumerate(logprobs) if not math.isfinite(v) or v > LOGPROB_ROUNDING)
+            raise ValueError(f"generation.logprobs[{position}]: {value} is no log-probability (finite, at most 0)")
         if self.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"generation.finish_reason: {self.finish_reason!r}; give 'stop', 'length' or 'abort'")
-        return replace(self, ids=ids, logprobs=[min(value, 0.0) for value in logprobs], versions=versions)
+        if max(logprobs, default=0.0) > 0.0:
+            logprobs = [min(value, 0.0) for value in logprobs]
+        return Generation(ids, logprobs, versions, self.finish_reason, self.experts)
 
 
 def _numbers(field: str, values: Iterable[Any], convert: Callable[[Any], _T]) -> list[_T]:
     if values is None:
         raise ValueError(f"generation.{field}: is missing; give one value an id")
+    values = list(values)
+    if set(map(type, values)) <= {float if convert is float else int}:
+        return values
     numbers = []
     for position, value in enumerate(values):
         try:

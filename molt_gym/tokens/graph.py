@@ -24,7 +24,6 @@ from .trajectory import UNSAMPLED_VERSION, Row
 Tools = Sequence[Mapping[str, Any]]
 
 _TIPS = 16
-_LONG_TEXT = 4000
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,18 @@ class TokenGraph:
             PromptTooLong: the text cannot fit.
             ValueError: as `Renderer.render`.
         """
+        return self._prepare(messages, tools, limit, math.inf)
+
+    def prepare_short(
+        self, messages: Sequence[Message], tools: Tools = (), *, limit: float = math.inf, at_most: int
+    ) -> Prompt | None:
+        """The same, or None if more than about `at_most` characters had to be encoded, which takes its time."""
+        fresh = itertools.takewhile(lambda message: not has_digest(message), reversed(messages))
+        if sum(map(text_length, fresh)) > at_most:
+            return None
+        return self._prepare(messages, tools, limit, at_most)
+
+    def _prepare(self, messages: Sequence[Message], tools: Tools, limit: float, at_most: float) -> Prompt | None:
         messages, tools = list(messages), tools if type(tools) is InternedTools else list(tools)
         place, points, digests = self._find(messages, tools)
         forked = False
@@ -123,6 +134,8 @@ class TokenGraph:
             parent = None if point is None else self._conversations.get(point)
             if parent is not None:
                 before, reply, new = messages[: length - 1], messages[length - 1], messages[length:]
+                if at_most < math.inf and sum(map(text_length, new)) > at_most:
+                    return None
                 sampled, room = self._nodes[parent].ids, limit - self._nodes[parent].end
                 context = self._renderer.extend(before, reply, new, tools, sampled, keep=self._keep, limit=room)
                 if context is not None:
@@ -132,20 +145,10 @@ class TokenGraph:
             # A recorded prompt, or a recorded reply, that it goes on from, but not as it was recorded.
             forked = forked or length < len(messages) and point in self._prompts
             forked = forked or digests[length - 1] in self._reply_digests
+        if at_most < math.inf and sum(map(text_length, messages)) > at_most:
+            return None
         ids = tuple(self._renderer.render(messages, tools, limit=limit))
         return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)
-
-    def unseen_text(self, messages: Sequence[Message], tools: Tools = ()) -> int:
-        """About how many characters `prepare` would have to encode; cheap, so that a caller can choose where it runs.
-
-        What follows the longest recorded conversation counts, even if the template will want it all written anew.
-        """
-        new = sum(map(text_length, itertools.takewhile(lambda message: not has_digest(message), reversed(messages))))
-        if new > _LONG_TEXT:
-            return new
-        _, points, _ = self._find(messages, tools)
-        known = next((n for n in range(len(points) - 1, 0, -1) if points[n] in self._conversations), 0)
-        return sum(map(text_length, messages[known:]))
 
     def commit(self, prompt: Prompt, generation: Generation, reply: Message, key: str | None = None) -> int:
         """Records a turn and returns its node.

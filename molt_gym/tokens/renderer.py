@@ -18,7 +18,7 @@ from ..messages import InternedTools, Message, digest_of_tools, text_of
 from .markers import Markers, Shield, private_use
 from .parsing import END_THINK, parse_reply
 from .template import ChatTemplate, ChatTemplateError, ending_in
-from .window import QUESTION, probes, tool_named, window
+from .window import QUESTION, is_plain, probes, tool_named, window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,6 +27,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _KNOWN_TOOLS = 256
 _ODD_TEXT = "Compute  1234 + 5.6\n\n\tdéjà vu 😀 (hello), don't!"
+_ODD_MARKUP = " <b>&amp; \\\"{'a': [1]}\" </b> {{ x }} {% y %} # `z`"
 
 
 class Renderer:
@@ -130,6 +131,9 @@ class Renderer:
             PromptTooLong: the text cannot fit.
         """
         shorter = window(messages, reply, new_messages, self._template.source)
+        if not tools and is_plain((shorter or messages)[-4:], reply, new_messages) and self._keeps_plain:
+            if (ids := self._extend_plain(reply, new_messages, sampled_ids, limit, len(messages))) is not None:
+                return ids
         if shorter is None or not self.writes_locally:
             return self._extend(messages, reply, new_messages, tools, sampled_ids, keep, limit, len(messages))
         return self._extend(shorter, reply, new_messages, tools, sampled_ids, keep, limit, len(messages), brief=True)
@@ -174,6 +178,22 @@ class Renderer:
             return None
         if brief and (mark in tail or ascii(mark)[1:-1] in tail):
             return self._extend(messages, reply, new_messages, tools, sampled_ids, keep, limit, place)
+        return self._encode_tail(tail, shield, sampled_ids, limit)
+
+    def _extend_plain(
+        self, reply: Message, new_messages: Sequence[Message], sampled_ids: Sequence[int], limit: float, place: int
+    ) -> list[int] | None:
+        """`extend` where nothing can be written anew, so that the end of the conversation tells all."""
+        shield = self._template.shield(new_messages)
+        sentinel = shield.sentinel()
+        new = self._template.prepare(new_messages, shield, first=place + 1)
+        try:
+            tail = self._template.after_reply(sentinel, [QUESTION, ending_in(sentinel, reply)], new, (), calls=False)
+        except ChatTemplateError:
+            return None
+        return None if tail is None else self._encode_tail(tail, shield, sampled_ids, limit)
+
+    def _encode_tail(self, tail: str, shield: Shield, sampled_ids: Sequence[int], limit: float) -> list[int]:
         ids = self._markers.encode(tail, shield, at_start=False, limit=limit)
         ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if ended else ids
@@ -254,6 +274,19 @@ class Renderer:
             part = self._extend(shorter, reply, new, tools, (), brief=True)
             if whole != part and self._writes(messages, tools):
                 return False
+        return True
+
+    @functools.cached_property
+    def _keeps_plain(self) -> bool:
+        """Whether it never writes questions and answers anew, if there is no reasoning and there are no tools."""
+        if self._template.style.thinks or not self.writes_locally:
+            return False
+        for messages, reply, new, _ in probes():
+            for said in (reply, {**reply, "content": _ODD_TEXT + _ODD_MARKUP}):
+                if is_plain(messages, said, new) and self._writes([*messages, said, *new], ()):
+                    whole = self._extend(messages, said, new, (), ())
+                    if whole is None or whole != self._extend_plain(said, new, (), math.inf, len(messages)):
+                        return False
         return True
 
     def _writes(self, messages: Sequence[Message], tools: Tools) -> bool:

@@ -69,6 +69,20 @@ def _asks(message: Message, source: str) -> bool:
     return message["role"] == "user" and (tag is None or tag[1] not in source)
 
 
+def is_plain(messages: Sequence[Message], reply: Message, new: Sequence[Message]) -> bool:
+    """Whether there are only questions and answers: nothing but text, and some of it; no tool calls, no reasoning."""
+    for message in new:
+        if message["role"] != "user":
+            return False
+    for message in (*messages, reply, *new):
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip() or message["role"] == "tool":
+            return False
+        if message.get("tool_calls") or message.get("reasoning_content"):
+            return False
+    return True
+
+
 def probes() -> Iterator[Extension]:
     """Extensions of conversations of many shapes, for which a window is shorter than the whole."""
     draw = random.Random(0)

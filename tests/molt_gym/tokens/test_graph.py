@@ -272,14 +272,23 @@ def test_interned_messages_and_plain_ones_are_the_same_conversation(session):
     assert session.prompt.kind == "fork"
 
 
-def test_unseen_text_is_what_came_since_the_conversation_was_recorded(session):
+def test_only_a_prompt_with_little_new_text_is_made_in_short(session):
     talk = list(map(InternedMessage, session.ask([InternedMessage(OK)], [265, END])))
     more = InternedMessage(role="user", content="x" * 100)
-    assert session.graph.unseen_text([*talk, more]) == 100
-    assert session.graph.unseen_text([more]) == 100
-    assert session.graph.unseen_text([*talk, more], InternedTools([ADD])) == len("ok" + "hello") + 100
+    short = session.graph.prepare_short
+    assert short([*talk, more], at_most=107) == session.graph.prepare([*talk, more])
+    assert short([*talk, more], at_most=100) is not None, "the digests of the history are known by now"
+    assert short([*talk, more], at_most=99) is None
+    assert short([*talk, more], InternedTools([ADD]), at_most=100) is None
     long = InternedMessage(role="user", content="x" * 1_000_000)
-    assert session.graph.unseen_text([*talk, long]) == 1_000_000 and not has_digest(long)
+    assert short([*talk, long], at_most=100) is None and not has_digest(long)
+
+
+def test_history_that_the_template_writes_anew_is_text_to_encode(renderer_of, engine):
+    session = Session(renderer_of(), engine)
+    talk = session.ask([{"role": "user", "content": "x" * 50}], THOUGHT)
+    assert session.graph.prepare_short([*talk, OK], at_most=20) is None
+    assert session.graph.prepare_short([*talk, OK], at_most=100).kind == "fork"
 
 
 def test_the_path_of_every_turn_stays_known_whatever_goes_on_from_it(session):

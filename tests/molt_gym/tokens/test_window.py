@@ -140,3 +140,22 @@ def test_what_is_written_for_a_turn_does_not_grow_with_the_turns_before_it(token
     monkeypatch.setattr(ChatTemplate, "write", record)
     assert renderer.extend(talk[:199], talk[199], talk[200:], [], [266, 257]) is not None
     assert 0 < max(written) < 8
+
+
+@pytest.mark.parametrize("change", ["m.content | e", "m.content | replace('b>', 'x')", "m.content | upper"])
+def test_a_template_that_writes_text_otherwise_than_it_was_said_goes_on_from_none_of_it(tokenizer_of, change):
+    renderer = Renderer(tokenizer_of(CHATML.replace("m.content", f"({change})")))
+    talk = [{"role": "user", "content": "hello"}]
+    reply = {"role": "assistant", "content": "<b> & hello"}
+    assert renderer.extend(talk, reply, talk, [], [266, 257]) is None
+
+
+def test_a_plain_conversation_is_gone_on_from_by_its_end_alone(tokenizer_of, monkeypatch):
+    renderer, talk = Renderer(tokenizer_of(CHATML)), [{"role": "user", "content": "hello"}]
+    reply = {"role": "assistant", "content": "ok"}
+    expected = renderer.extend(talk, reply, talk, [], [266, 257])
+    written = []
+    write = ChatTemplate.write
+    monkeypatch.setattr(ChatTemplate, "write", lambda self, *args, **kwargs: written.append(1) or write(
+        self, *args, **kwargs))
+    assert renderer.extend(talk * 1, reply, talk, [], [266, 257]) == expected and len(written) == 1
