@@ -35,6 +35,8 @@ __all__ = ["ActorConfig", "AlgorithmConfig", "CheckpointConfig", "Config", "Eval
 
 Keys = tuple[str, ...]
 
+_SHORTHANDS: dict[Keys, Keys] = {("engine",): ("rollout", "engine")}
+
 
 def load_config(
     env: str | None = None,
@@ -143,6 +145,7 @@ def _options(
 
 def _resolve(path: Keys, source: str) -> tuple[Keys, FieldInfo | None]:
     """The option that `path` names, or None for a section. Paths into a free table lead to the table's field."""
+    path = _SHORTHANDS.get(path, path)
     section: type[Section] = Config
     for i, name in enumerate(path):
         field = section.model_fields.get(name)

@@ -59,8 +59,10 @@ class Section(BaseModel):
 class RolloutConfig(Section):
     """How rollouts are generated."""
 
-    engine: Literal["transformers"] = "transformers"
-    """What samples tokens."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What samples tokens: plain transformers in this process, or vLLM in a process of its own."""
+    engine_args: Table = {}
+    """Further arguments of vLLM's AsyncEngineArgs, such as gpu_memory_utilization."""
     groups_per_step: Count = 4
     """Tasks a step trains on; each is played group_size times."""
     group_size: Count = 8
@@ -95,8 +97,8 @@ class RolloutConfig(Section):
     """Seconds for one reset of the environment."""
     step_timeout: Positive = 60.0
     """Seconds for one step of the environment."""
-    generate_timeout: Positive = 600.0
-    """Seconds for one reply."""
+    generate_timeout: Positive = 570.0
+    """Seconds for one reply; SDKs give up after 600 and ask again."""
     episode_timeout: Positive = 1800.0
     """Seconds for one rollout."""
     template_kwargs: Table = {}
@@ -275,6 +277,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     """Options that are fine by themselves but not together, each with what to change."""
     yield from _batch_contradictions(config)
     yield from _policy_contradictions(config)
+    yield from _engine_contradictions(config)
     rollout, evaluation = config.rollout, config.eval
     if rollout.max_tokens >= rollout.max_context:
         yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
@@ -302,6 +305,29 @@ def _batch_contradictions(config: Config) -> Iterator[str]:
     elif (rollouts := groups // updates * size) % ranks:
         yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update ({groups // updates} "
                f"groups of {size}); write a divisor of {rollouts}")
+
+
+_ENGINE_OPTIONS = {
+    "model": "model", "tokenizer": "model", "dtype": "rollout.dtype", "max_model_len": "rollout.max_context",
+    "max_num_seqs": "rollout.max_concurrency", "seed": "seed", "generation_config": None,
+    "override_generation_config": None, "logprobs_mode": None, "skip_tokenizer_init": None,
+    "worker_extension_cls": None, "weight_transfer_config": None}
+"""Arguments of vLLM that are set for it, and the options that do so."""
+
+
+def _engine_contradictions(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine == "transformers" and rollout.engine_args:
+        yield (f"rollout.engine_args: {', '.join(rollout.engine_args)} with rollout.engine = 'transformers', which "
+               "takes none; leave them out or write rollout.engine = 'vllm'")
+    for name in rollout.engine_args:
+        if name in _ENGINE_OPTIONS:
+            option = _ENGINE_OPTIONS[name]
+            yield (f"rollout.engine_args.{name}: is set by the run itself; "
+                   + (f"write {option} instead" if option else "leave it out"))
+    if rollout.engine == "vllm" and rollout.temperature < 0.01:
+        yield (f"rollout.temperature: {rollout.temperature} with rollout.engine = 'vllm', which samples at 0.01 or "
+               "more; write at least that")
 
 
 def _policy_contradictions(config: Config) -> Iterator[str]:

@@ -144,6 +144,7 @@ class Loop:
             await self.engine.update_weights(self.actor.weights(), self.step)
         finally:
             await self.engine.resume()
+        await self.sampler.check_parity(self.actor)
 
     def _check_failures(self, batch: Batch) -> None:
         failures = Counter(t.failure.reason for t in batch.played if t.failure is not None)

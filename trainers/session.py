@@ -18,8 +18,10 @@ from molt_gym.registry import creators, find_spec, make
 from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
+from .actor.actor import Actor
 from .config import Config
 from .evaluate import EvalResult, evaluate, held_out_kwargs
+from .parity import ParityProbe
 from .rollout.engine import RolloutEngine
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
@@ -27,6 +29,8 @@ from .rollout.runner import Limits, Runner
 from .rollout.seats import PolicySeat, TokenSeat
 from .rollout.ticket import Ticket
 from .rollout.transformers_engine import TransformersEngine
+from .rollout.vllm_engine import VllmEngine
+from .rollout.vllm_spec import check_engine_args
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed where an env has no split, so that evaluation draws other tasks than training."""
@@ -116,6 +120,26 @@ def load_renderer(path: Path, config: Config) -> Renderer:
                     tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
 
 
+def engine_dtype(config: Config) -> torch.dtype:
+    """Of the weights that sample."""
+    return pick_dtype(config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.dtype)
+
+
+def make_engine(path: Path, renderer: Renderer, config: Config) -> RolloutEngine:
+    """The engine that `rollout.engine` names.
+
+    Raises:
+        ConfigError: it is not installed, does not know one of its arguments, or cannot run the model.
+    """
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        return TransformersEngine(path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
+                                  max_sequences=rollout.max_concurrency)
+    check_engine_args(rollout.engine_args)
+    return VllmEngine(path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
+                      max_sequences=rollout.max_concurrency, engine_args=rollout.engine_args)
+
+
 class Sampler:
     """Engine and renderer: what it takes to play with a model.
 
@@ -127,11 +151,8 @@ class Sampler:
     def __init__(self, path: Path, config: Config, done: Callable[[Trajectory], None] = lambda _: None) -> None:
         self._config, self._done = config, done
         self.renderer = load_renderer(path, config)
-        name = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.dtype
         self._threads = ThreadPoolExecutor(2, "molt-gym-encode")
-        self.engine: RolloutEngine = TransformersEngine(
-            path, self.renderer, dtype=pick_dtype(name), max_context=config.rollout.max_context,
-            max_sequences=config.rollout.max_concurrency)
+        self.engine: RolloutEngine = make_engine(path, self.renderer, config)
 
     def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> Runner:
         """Plays with the engine; `ordered` makes the outcome a function of the seed (see `WaveGate`)."""
@@ -146,6 +167,12 @@ class Sampler:
 
         return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
                       serve=partial(loopback, self._config))
+
+    async def check_parity(self, actor: Actor) -> None:
+        """Raise RunFailed where the engine, if it is code of its own, computes other log-probabilities than `actor`."""
+        if isinstance(self.engine, VllmEngine):
+            dtypes = (engine_dtype(self._config), pick_dtype(self._config.actor.dtype))
+            await ParityProbe.of(self.renderer, self.engine.max_context, *dtypes).check(self.engine, actor)
 
     async def evaluate(self) -> EvalResult:
         """The held-out score of the weights in use."""

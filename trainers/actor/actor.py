@@ -26,6 +26,10 @@ class Actor(Protocol):
         """Whole parameters by their names in the checkpoint, tied ones once."""
         ...
 
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability of each id but the first after those before it, at temperature 1."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and `updates` into a new folder."""
         ...

@@ -189,6 +189,13 @@ class FsdpActor:
         for row in rows:
             row.old_logprobs = next(part[row.row] for part in everything if row.row in part)
 
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability of each id but the first, at temperature 1; all ranks must call."""
+        row = TrainRow(list(ids), [1] * len(ids), [0.0] * len(ids), 0.0, 0.0, 0, 0)
+        batch = collate(micro_batches([row], len(ids))[0], self._device)
+        return self._policy(batch).float().log_softmax(-1)[batch.source_of, batch.targets].tolist()
+
     def _sum_over_ranks(self, metrics: Metrics) -> Metrics:
         everything: list[Metrics] = [{}] * self._ranks
         dist.all_gather_object(everything, {name: value.cpu() for name, value in metrics.items()})

@@ -15,6 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,10 @@ class LocalActor:
         with self._together():
             yield from self._first.weights()
 
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of a text, at temperature 1."""
+        return self._call("logprobs", ids)
+
     def save(self, folder: Path) -> None:
         """Write a sharded checkpoint."""
         self._call("save", folder)
@@ -95,7 +100,7 @@ class LocalActor:
                 process.kill()
         self._ranks = []
 
-    def _call(self, name: str, *arguments: object) -> dict[str, float]:
+    def _call(self, name: str, *arguments: object) -> Any:
         self._send(name, *arguments)
         with self._together():
             return getattr(self._first, name)(*arguments)

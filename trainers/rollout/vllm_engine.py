@@ -1,0 +1,230 @@
+"""vLLM as the engine, in a process of its own.
+
+Invariants: ids in, ids out, nothing is decoded but for stop strings; requests in flight survive an update and carry
+both versions; after an update nothing that old weights computed is used, neither the prefix cache nor what requests in
+flight had in theirs; once anything went wrong within an update, the engine has ended, as its weights are a mixture.
+Unlike with the engine on plain transformers, the requests of one `submit` may enter the batch one after another, so
+that equal runs can differ in the last bits; and on GPUs seeds are not used.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from molt_gym.errors import PromptTooLong, RunFailed
+from molt_gym.tokens import Generation, Renderer
+
+from ..architecture import check_architecture
+from .engine import Request
+from .vllm_process import HostProcess
+from .vllm_spec import Backend, HostSpec
+from .vllm_transfer import TIMEOUT, Bucket, Sender, buckets
+
+START_TIMEOUT = 900.0
+"""Seconds until the engine is ready; large models are read from slow disks."""
+CALL_TIMEOUT = 120.0
+"""Seconds for a call that transfers nothing; a pause waits for the step in progress."""
+
+
+class VllmEngine:
+    """A `RolloutEngine`; returns at once, while the process starts.
+
+    Args:
+        path: folder of model and tokenizer.
+        renderer: knows the stop tokens.
+        dtype: of weights and cache.
+        max_context: most tokens of prompt and reply.
+        max_sequences: most sequences in the batch.
+        engine_args: further arguments of vLLM's AsyncEngineArgs; see `check_engine_args`.
+        backend: how weights travel; without one, "ipc" on a GPU, where trainer and engine share it, else "gloo".
+
+    Raises:
+        ConfigError: the model has layers that the trainer does not support, or a shorter context.
+    """
+
+    def __init__(
+        self, path: str | Path, renderer: Renderer, *, dtype: torch.dtype, max_context: int, max_sequences: int,
+        engine_args: dict[str, Any] | None = None, backend: Backend | None = None,
+    ) -> None:
+        config = AutoConfig.from_pretrained(path)
+        check_architecture(config, max_context)
+        cuda = torch.cuda.is_available()
+        backend = backend or ("ipc" if cuda else "gloo")
+        self._dtype, self._vocabulary = dtype, config.get_text_config().vocab_size
+        self.max_context, self.version = max_context, 0
+        self._workers = int((engine_args or {}).get("tensor_parallel_size", 1))
+        self._device = torch.device("cuda" if cuda and backend != "gloo" else "cpu")
+        self._host = HostProcess(HostSpec(
+            str(path), str(dtype).removeprefix("torch."), max_context, max_sequences, tuple(renderer.stop_token_ids),
+            backend, not cuda, engine_args or {}))
+        self._backend: Backend = backend
+        self._sender: Sender | None = None
+        self._paused = False
+        self._clock = _Clock()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which requests were in flight and not paused."""
+        return self._clock.read()
+
+    def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
+        """Queue requests."""
+        futures = []
+        for request in requests:
+            if error := self._refusal(request.ids):
+                future: Future[Generation] = Future()
+                future.set_exception(error)
+            else:
+                room = min(request.sampling.max_tokens, self.max_context - len(request.ids))
+                self._clock.enter()
+                future = self._host.call("generate", request.ids, replace(request.sampling, max_tokens=room))
+                future.add_done_callback(lambda _: self._clock.leave())
+            futures.append(asyncio.wrap_future(future))
+        return futures
+
+    def _refusal(self, ids: Sequence[int]) -> Exception | None:
+        unknown = [i for i in ids if not 0 <= i < self._vocabulary]
+        if unknown or not ids:
+            return ValueError(f"request.ids: {unknown or 'there are none'}; write ids of the model, "
+                              f"0 to {self._vocabulary - 1} (do tokenizer and model belong together?)")
+        if len(ids) >= self.max_context:
+            return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {self.max_context} leaves "
+                                 "no room for a reply; raise it or shorten the task")
+        return None
+
+    async def pause(self) -> None:
+        """Stop between two tokens.
+
+        Raises:
+            RunFailed: the engine did not start, has ended, or does not answer.
+        """
+        await self._call("pause")
+        self._paused = True
+        self._clock.pause()
+
+    async def resume(self) -> None:
+        """Go on; an engine that has ended stays so."""
+        if self._host.ended is None:
+            await self._call("resume")
+            self._paused = False
+            self._clock.resume()
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Send new weights, bucket by bucket, while paused. After an error the engine has ended.
+
+        Raises:
+            RuntimeError: the engine runs.
+            RunFailed: the workers refused a name or a shape, missed a parameter, or do not answer.
+        """
+        if not self._paused:
+            raise RuntimeError("update_weights needs a paused engine; call pause() first")
+        try:
+            await self._update(weights, version)
+        except BaseException as error:
+            words = RunFailed(f"the engine ended as its weights were not updated: {error}")
+            await asyncio.shield(asyncio.to_thread(self._host.close, words))
+            raise
+        self.version = version
+
+    async def _update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if self._sender is None:
+            self._sender = await self._connected()
+        await self._call("start_update")
+        packed = buckets(weights, self._dtype, self._device)
+        # The iterator may gather from other ranks, so it is not advanced on the event loop.
+        while (bucket := await asyncio.to_thread(next, packed, None)) is not None:
+            await self._transfer(self._sender, bucket)
+        await self._call("finish_update", version)
+
+    async def _connected(self) -> Sender:
+        sender = await asyncio.to_thread(Sender, self._backend, self._device, self._workers)
+        joining = self._call("connect", sender.invitation(), timeout=TIMEOUT.total_seconds())
+        await _both(joining, asyncio.to_thread(sender.join))
+        return sender
+
+    async def _transfer(self, sender: Sender, bucket: Bucket) -> None:
+        taken = self._call("receive", sender.announcement(bucket), timeout=TIMEOUT.total_seconds())
+        await _both(taken, asyncio.to_thread(sender.send, bucket))
+
+    async def score(self, ids: list[int]) -> list[float]:
+        """Log-probability of each id but the first, at temperature 1."""
+        return await self._call("score", ids)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests left."""
+        await self._call("reset_prefix_cache")
+
+    async def close(self) -> None:
+        """Fail what is in flight and end the process."""
+        if self._sender is not None:
+            self._sender.close()
+        await asyncio.to_thread(self._host.close, RuntimeError("the engine was closed"))
+
+    async def _call(self, name: str, *arguments: Any, timeout: float = CALL_TIMEOUT) -> Any:
+        if not self._host.ready.done():
+            await self._answer("start", asyncio.shield(asyncio.wrap_future(self._host.ready)), START_TIMEOUT)
+        return await self._answer(name, asyncio.wrap_future(self._host.call(name, *arguments)), timeout)
+
+    async def _answer(self, name: str, answer: "asyncio.Future[Any]", timeout: float) -> Any:
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise RunFailed(f"the vLLM engine did not answer within {timeout:g} s ({name}); its log: "
+                            f"{self._host.log}") from None
+
+
+async def _both(call: Any, work: Any) -> None:
+    """The engine's part of a transfer and ours. If its part fails, ours may hang until the engine is closed."""
+    ours = asyncio.ensure_future(work)
+    theirs = asyncio.ensure_future(call)
+    done, _ = await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
+    if theirs in done:
+        theirs.result()
+    if ours in done and ours.exception() is not None:
+        # The engine knows better why the connection broke.
+        await asyncio.wait({theirs}, timeout=5)
+        if theirs.done():
+            theirs.result()
+        theirs.cancel()
+    ours.result()
+
+
+class _Clock:
+    """Adds up the time in which something is in flight."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._flying, self._paused, self._total, self._since = 0, False, 0.0, time.perf_counter()
+
+    def enter(self) -> None:
+        self._change(flying=1)
+
+    def leave(self) -> None:
+        self._change(flying=-1)
+
+    def pause(self) -> None:
+        self._change(paused=True)
+
+    def resume(self) -> None:
+        self._change(paused=False)
+
+    def read(self) -> float:
+        return self._change()
+
+    def _change(self, flying: int = 0, paused: bool | None = None) -> float:
+        with self._lock:
+            now = time.perf_counter()
+            if self._flying and not self._paused:
+                self._total += now - self._since
+            self._since = now
+            self._flying += flying
+            self._paused = self._paused if paused is None else paused
+            return self._total

@@ -1,0 +1,229 @@
+"""vLLM's engine behind a handful of calls, and the program that serves them to another process.
+
+`VllmHost` needs nothing of that program: an actor of any kind can hold one. Invariants: every sampling parameter is
+explicit; a token is stamped with the version of the weights that computed it; the process ends, with all that it
+started, as soon as the one that started it does.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+from inspect import signature
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from molt_gym.tokens import Generation, Sampling
+
+from .vllm_lifetime import end_with_parent
+from .vllm_spec import HostSpec, engine_arguments
+
+PARENT_CHECK = 1.0
+"""Seconds between two looks at whether the parent lives."""
+SETTLE = 0.05
+"""Seconds in which the outputs of the last step before a pause arrive; needed where they carry no version."""
+SHUTDOWN = 5.0
+"""Seconds that vLLM gets to end its processes."""
+
+
+class VllmHost:
+    """An engine; make it on a running event loop.
+
+    Args:
+        spec: what to run.
+        spans: whether outputs say which weights sampled what (vLLM 0.32); None finds out. Else a token has the version
+            that was in use when it arrived, which is the same, as weights change in pauses only.
+    """
+
+    def __init__(self, spec: HostSpec, spans: bool | None = None) -> None:
+        config = AsyncEngineArgs(**engine_arguments(spec)).create_engine_config()
+        if spec.cpu:
+            # vLLM would start its process from scratch and import everything again; this one has used no threads yet.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._stop_token_ids, self._seeded = spec.stop_token_ids, spec.cpu
+        known = any(field.name == "weight_versions" for field in fields(CompletionOutput))
+        self._spans = known if spans is None else spans
+        self._kind = RequestOutputKind.FINAL_ONLY if self._spans else RequestOutputKind.DELTA
+        self._numbers = itertools.count()
+        self._version = 0
+
+    async def generate(self, ids: list[int], sampling: Sampling) -> Generation:
+        """Sample one reply; cancelling the call takes the request out of the engine."""
+        reply = Generation([], [], [], "abort")
+        async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), self._parameters(sampling),
+                                               f"reply-{next(self._numbers)}"):
+            reply = self._extended(reply, output.outputs[0])
+        return reply
+
+    def _extended(self, reply: Generation, output: CompletionOutput) -> Generation:
+        ids = list(output.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs or (), strict=True)]
+        versions = [self._version] * len(ids)
+        if self._spans:
+            for span in output.weight_versions or ():
+                version = 0 if span.version == "default" else int(span.version)
+                versions[span.start : span.end] = [version] * (span.end - span.start)
+        reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
+        return Generation(reply.ids + ids, reply.logprobs + logprobs, reply.versions + versions, reason)
+
+    def _parameters(self, sampling: Sampling) -> SamplingParams:
+        # A generator of its own for each request is slow on GPUs, where replies depend on the batch anyway.
+        seed = sampling.seed & (2**63 - 1) if self._seeded and sampling.seed is not None else None
+        return SamplingParams(
+            n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=sampling.temperature,
+            top_p=sampling.top_p, top_k=sampling.top_k, min_p=0.0, seed=seed, stop=list(sampling.stop),
+            stop_token_ids=sorted({*self._stop_token_ids, *sampling.stop_token_ids}), ignore_eos=True,
+            max_tokens=sampling.max_tokens, min_tokens=0, logprobs=0, prompt_logprobs=None, bad_words=None,
+            logit_bias=None, allowed_token_ids=None, detokenize=bool(sampling.stop), skip_special_tokens=False,
+            spaces_between_special_tokens=False, include_stop_str_in_output=True, output_kind=self._kind)
+
+    async def score(self, ids: list[int]) -> list[float]:
+        """Log-probability of each id but the first after those before it, at temperature 1."""
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
+                                    output_kind=RequestOutputKind.FINAL_ONLY)
+        async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), parameters,
+                                               f"score-{next(self._numbers)}"):
+            entries = output.prompt_logprobs
+        return [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)]
+
+    async def connect(self, invitation: dict[str, Any]) -> None:
+        """Let the workers join the trainer's group."""
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=invitation))
+
+    async def pause(self) -> None:
+        """Stop between two tokens and keep what is in flight."""
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._llm.resume_generation()
+
+    async def start_update(self) -> None:
+        """Make the model ready for new weights, while paused."""
+        if not self._spans:
+            await asyncio.sleep(SETTLE)
+        await self._llm.start_weight_update()
+
+    async def receive(self, announcement: dict[str, Any]) -> None:
+        """Take one bucket."""
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=announcement))
+
+    async def finish_update(self, version: int) -> None:
+        """Put the weights to use, and compute anew what requests in flight had computed with the old ones."""
+        if signature(self._llm.finish_weight_update).parameters:
+            await self._llm.finish_weight_update(weight_version=str(version))
+        else:
+            await self._llm.finish_weight_update()
+        await self.reset_prefix_cache()
+        self._version = version
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what earlier requests left, and what those in flight have computed, which they compute again.
+
+        Raises:
+            RuntimeError: vLLM did not.
+        """
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    async def close(self) -> None:
+        """End vLLM's own processes."""
+        if "timeout" in signature(self._llm.shutdown).parameters:
+            await asyncio.to_thread(self._llm.shutdown, timeout=SHUTDOWN)
+        else:
+            await asyncio.to_thread(self._llm.shutdown)
+
+
+class _Server:
+    """Answers (number, method, arguments) with (number, whether it worked, result or error)."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._tasks = connection, dict[int, asyncio.Task[None]]()
+        self._inbox: asyncio.Queue[tuple[int, str, tuple[Any, ...]]] = asyncio.Queue()
+
+    async def serve(self, spec: HostSpec) -> None:
+        """Until `close` was asked for."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        try:
+            host = VllmHost(spec)
+        except Exception as error:  # noqa: BLE001  the other side reports it
+            self._answer(0, False, _described(error))
+            return
+        self._answer(0, True, os.getpid())
+        while True:
+            number, name, arguments = await self._inbox.get()
+            if name == "cancel":
+                if (task := self._tasks.get(number)) is not None:
+                    task.cancel()
+                continue
+            task = self._tasks[number] = asyncio.create_task(self._call(number, getattr(host, name), arguments))
+            if name == "close":
+                await task
+                return
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        parent = os.getppid()
+        while os.getppid() == parent:
+            try:
+                if self._connection.poll(PARENT_CHECK):
+                    loop.call_soon_threadsafe(self._inbox.put_nowait, self._connection.recv())
+            except (EOFError, OSError):
+                break
+        _end_all()
+
+    async def _call(self, number: int, method: Any, arguments: Sequence[Any]) -> None:
+        try:
+            self._answer(number, True, await method(*arguments))
+        except EngineDeadError:
+            # Its log tells why, and the other side reports the end of the log.
+            _end_all()
+        except Exception as error:  # noqa: BLE001  the other side reports it
+            self._answer(number, False, _described(error))
+        finally:
+            self._tasks.pop(number, None)
+
+    def _answer(self, number: int, worked: bool, result: Any) -> None:
+        self._connection.send((number, worked, result))
+
+
+def _described(error: Exception) -> str:
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _end_all() -> None:
+    """This process leads a group of its own, in which vLLM's processes are."""
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+
+    def after_fork() -> None:
+        connection.close()
+        end_with_parent()
+
+    os.register_at_fork(after_in_child=after_fork)
+    asyncio.run(_Server(connection).serve(connection.recv()))
+    _end_all()
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))

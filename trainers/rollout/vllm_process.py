@@ -1,0 +1,134 @@
+"""The process in which an engine runs, and calls to it.
+
+Invariants: when the process ends, every call fails, at once, with its exit code and the last lines of its log; a call
+that is given up is cancelled there too; nothing of the process is left once it is closed.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from molt_gym.errors import RunFailed
+
+from .vllm_spec import HostSpec, environment
+
+_CORE_ERROR = re.compile(r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR [^\]]*\] ?(.*\S.*)")
+
+LAST_LINES = 15
+"""Of the log, in errors."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds to end in an orderly way."""
+
+
+class HostProcess:
+    """Starts at once; calls queue until the engine is ready, which `ready` tells."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="molt-gym-vllm-"))
+        self.log = self.scratch / "engine.log"
+        self.ended: Exception | None = None
+        self.ready: Future[int] = Future()
+        self._calls: dict[int, Future[Any]] = {0: self.ready}
+        self._numbers, self._lock = itertools.count(1), threading.Lock()
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        with theirs, self.log.open("wb") as log:
+            # A group of its own: Ctrl-C at the terminal is the trainer's affair, and the whole group can be killed.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.vllm_host", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                env=environment(spec.cpu, self.scratch), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True)
+        self._connection.send(spec)
+        threading.Thread(target=self._read, name="molt-gym-vllm", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, which leads the group in which vLLM's are."""
+        return self._process.pid
+
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        """Call a method of `VllmHost`. Raises nothing; cancelling the future cancels the call."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.ended is None:
+                number = next(self._numbers)
+                self._calls[number] = future
+                # A broken pipe is the end of the process, which the reader sees and reports.
+                with suppress(OSError):
+                    self._connection.send((number, name, arguments))
+        if self.ended is not None:
+            future.set_exception(self.ended)
+        else:
+            future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
+        return future
+
+    def close(self, reason: Exception) -> None:
+        """Fail what is pending for `reason` and end the process; blocks for at most `CLOSE_TIMEOUT`. Idempotent."""
+        first = self.ended is None
+        closed = self.call("close") if first and self.ready.done() and not self.ready.exception() else None
+        self._fail(reason)
+        if closed is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_TIMEOUT)
+        self._kill()
+        if first:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            if self._calls.pop(number, None) is not None and self.ended is None:
+                with suppress(OSError):
+                    self._connection.send((number, "cancel", ()))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, worked, result = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                future = self._calls.pop(number, None)
+            if future is not None and future.set_running_or_notify_cancel():
+                if worked:
+                    future.set_result(result)
+                else:
+                    future.set_exception(RunFailed(f"the vLLM engine failed: {result}\nIts log: {self.log}"))
+        self._kill()
+        self._fail(RunFailed(f"the vLLM engine's process ended (exit code {self._process.wait()}); the end of its log, "
+                             f"{self.log}:\n{self._last_lines()}"))
+
+    def _kill(self) -> None:
+        """The whole group, of which members may be left when its leader is gone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self.ended = self.ended or error
+            calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self.ended)
+
+    def _last_lines(self) -> str:
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"({error})"
+        lines = text.splitlines()
+        # What vLLM's own process died of is above what that made its client say.
+        errors = [match[1] for line in lines if (match := _CORE_ERROR.match(line))]
+        return "\n".join((errors or lines)[-LAST_LINES:])

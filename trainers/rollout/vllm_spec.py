@@ -1,0 +1,104 @@
+"""What a vLLM engine is started with: its arguments, the environment of its process, and what users may not set.
+
+Importing this module does not load vLLM. Invariant: what decides over tokens and log-probabilities is set here and by
+the run's own options, never by `rollout.engine_args` or by a model's generation_config.json.
+"""
+
+import ast
+import difflib
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from molt_gym.errors import ConfigError
+
+Backend = Literal["gloo", "ipc", "nccl"]
+
+TRANSFER = "molt-gym"
+"""Name under which the workers register how they receive weights."""
+INSTALL = "pip install 'molt-gym[vllm]', or on a machine without a GPU: pip install --no-deps -r cpu-engines.lock"
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What an engine's process needs to know.
+
+    model: folder of model and tokenizer. dtype: of weights and cache. max_context: tokens of prompt and reply.
+    max_sequences: most sequences in the batch. stop_token_ids: end every reply. backend: how weights arrive. cpu:
+    whether it runs on the processor. engine_args: further arguments of vLLM's AsyncEngineArgs.
+    """
+
+    model: str
+    dtype: Literal["float32", "bfloat16"]
+    max_context: int
+    max_sequences: int
+    stop_token_ids: tuple[int, ...]
+    backend: Backend
+    cpu: bool
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def engine_arguments(spec: HostSpec) -> dict[str, Any]:
+    """Keyword arguments for AsyncEngineArgs."""
+    defaults: dict[str, Any] = {}
+    if spec.cpu:
+        # Prompts are never cut into chunks, which would end the engine: vLLM cannot take back a draw of a seeded CPU
+        # generator. One worker runs within the engine's process, as two that hand over every step cost more.
+        defaults = {"enforce_eager": True, "distributed_executor_backend": "uni", "enable_chunked_prefill": False,
+                    "max_num_batched_tokens": max(2048, spec.max_context), "kv_cache_memory_bytes": _kv_bytes(spec)}
+    return defaults | dict(spec.engine_args) | {
+        "model": spec.model, "dtype": spec.dtype, "max_model_len": spec.max_context, "max_num_seqs": spec.max_sequences,
+        "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "seed": 0,
+        "weight_transfer_config": {"backend": TRANSFER},
+        "worker_extension_cls": f"{__package__}.vllm_worker.WorkerExtension"}
+
+
+def environment(cpu: bool, scratch: Path) -> dict[str, str]:
+    """Environment variables of the engine's process; `scratch` takes its sockets and files."""
+    ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
+    if cpu:
+        # Compiling takes half a minute at the first request, even in eager mode.
+        ours |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                 "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {**os.environ, **ours}
+
+
+def check_engine_args(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError without vLLM, and for arguments that it does not know.
+
+    The names are read from vLLM's source, as importing it takes many seconds. Where they cannot be found, vLLM itself
+    refuses unknown ones when it starts.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"rollout.engine: 'vllm' needs vLLM, which is not installed; {INSTALL}")
+    source = Path(spec.origin).with_name("engine") / "arg_utils.py"
+    known = _fields(source.read_text(encoding="utf-8")) if source.is_file() else set()
+    for name in given if known else ():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1, 0)[0]
+            raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument; nearest: {nearest}")
+
+
+def _fields(source: str) -> set[str]:
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)
+               and node.name in ("EngineArgs", "AsyncEngineArgs"))
+    return {line.target.id for node in classes for line in node.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}
+
+
+def _kv_bytes(spec: HostSpec) -> int:
+    """Room for every sequence at full length, and at most 1 GiB unless a single one needs more."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(spec.model).get_text_config()
+    heads = config.num_key_value_heads or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * size * (4 if spec.dtype == "float32" else 2)
+    # Caches are made of blocks of 128 tokens on CPUs, and one block is set aside.
+    rows = -(-spec.max_context // 128) * 128
+    return token * (max(rows, min(rows * spec.max_sequences, 2**30 // token)) + 256)

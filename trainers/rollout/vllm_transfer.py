@@ -1,0 +1,136 @@
+"""Weights from the trainer to the workers of an engine, bucket by bucket.
+
+Used on both sides; needs torch alone. Invariants: a bucket holds whole parameters in the engine's dtype and at most
+`BUCKET_BYTES`, unless one parameter is larger; nothing is sent before the receivers were told what comes; every wait
+has a deadline.
+
+Only "gloo" was ever run. "nccl" (trainer and engine on GPUs of their own) differs in nothing but the process group, and
+"ipc" (both on one GPU) maps the bucket's memory instead of copying it through a group: neither has been run.
+"""
+
+import pickle
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .vllm_spec import Backend
+
+BUCKET_BYTES = 64 << 20
+TIMEOUT = timedelta(minutes=5)
+"""For one bucket, and for all to join."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters one behind the other; flat: [sum of their sizes]."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    flat: Tensor
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device,
+            limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Pack parameters as they come; `limit` in bytes."""
+    names: list[str] = []
+    shapes: list[list[int]] = []
+    parts: list[Tensor] = []
+    size = 0
+    for name, tensor in weights:
+        part = tensor.detach().to(device, dtype).flatten()
+        if parts and (size + part.numel()) * dtype.itemsize > limit:
+            yield Bucket(names, shapes, torch.cat(parts))
+            names, shapes, parts, size = [], [], [], 0
+        names.append(name)
+        shapes.append(list(tensor.shape))
+        parts.append(part)
+        size += part.numel()
+    if parts:
+        yield Bucket(names, shapes, torch.cat(parts))
+
+
+def unpack(flat: Tensor, names: list[str], shapes: list[list[int]]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a bucket, as views of it."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
+        yield name, part.view(shape)
+
+
+class Sender:
+    """The trainer's side.
+
+    Args:
+        backend: "gloo" for CPUs, "ipc" for a GPU that both share, "nccl" across GPUs.
+        device: where the buckets are made.
+        workers: of all engines that receive.
+        address: of this machine, as the workers reach it.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device, workers: int, address: str = "127.0.0.1") -> None:
+        self.device, self._backend, self._ranks, self._address = device, backend, workers + 1, address
+        self._group: dist.ProcessGroup | None = None
+        self._store: dist.TCPStore | None = None
+        if backend != "ipc":
+            self._store = dist.TCPStore(address, 0, self._ranks, is_master=True, wait_for_workers=False,
+                                        timeout=TIMEOUT)
+
+    def invitation(self, first_rank: int = 1) -> dict[str, Any]:
+        """What workers need for `join`; `first_rank` is that of the engine's first one."""
+        return {"backend": self._backend, "address": self._address, "port": self._store.port if self._store else 0,
+                "ranks": self._ranks, "first_rank": first_rank}
+
+    def join(self) -> None:
+        """Wait until the workers have joined."""
+        if self._store is not None:
+            self._group = join(self._backend, self._store, self._address, 0, self._ranks)
+
+    def announcement(self, bucket: Bucket) -> dict[str, Any]:
+        """What workers must be told before `send`."""
+        handle = None
+        if self._backend == "ipc":
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            torch.cuda.synchronize(self.device)
+            handle = pickle.dumps(reduce_tensor(bucket.flat)[1])
+        return {"names": bucket.names, "shapes": bucket.shapes, "handle": handle}
+
+    def send(self, bucket: Bucket) -> None:
+        """Hand the numbers over."""
+        if self._group is not None:
+            broadcast(self._group, bucket.flat)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = self._store = None
+
+
+def join(backend: Backend, store: dist.Store, address: str, rank: int, ranks: int) -> dist.ProcessGroup:
+    """A group of its own, apart from torch's default one; waits for all ranks."""
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        return dist.ProcessGroupNCCL(store, rank, ranks, options)
+    options = dist.ProcessGroupGloo._Options()
+    # The address by which this machine reaches the trainer's; a host name need not resolve.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupGloo(store, rank, ranks, options)
+
+
+def _own_address(peer: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return probe.getsockname()[0]
+
+
+def broadcast(group: dist.ProcessGroup, flat: Tensor) -> None:
+    """From rank 0 to all others, and wait until it is there."""
+    group.broadcast([flat], dist.BroadcastOptions()).wait()
+    if flat.is_cuda:
+        torch.cuda.synchronize(flat.device)

@@ -1,0 +1,127 @@
+"""How a worker of vLLM takes weights; vLLM imports this module in the worker's process, and nothing else should.
+
+Importing it registers the transfer and ties the process to its parent. Invariant: after an update every parameter of
+the model is new, in the layout that the kernels want, or the update has failed.
+"""
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from .vllm_lifetime import end_with_parent
+from .vllm_spec import TRANSFER, Backend
+from .vllm_transfer import TIMEOUT, broadcast, join, unpack
+
+
+@dataclass
+class Invitation(WeightTransferInitInfo):
+    """See `Sender.invitation`."""
+
+    backend: Backend
+    address: str
+    port: int
+    ranks: int
+    first_rank: int
+
+
+@dataclass
+class Announcement(WeightTransferUpdateInfo):
+    """See `Sender.announcement`."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    handle: bytes | None
+
+
+class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
+    """Receives buckets and loads them layer by layer, as vLLM reloads a checkpoint."""
+
+    init_info_cls = Invitation
+    update_info_cls = Announcement
+    _group: dist.ProcessGroup | None = None
+
+    def init_transfer_engine(self, init_info: Invitation) -> None:
+        """Join the trainer's group."""
+        if init_info.backend != "ipc":
+            store = dist.TCPStore(init_info.address, init_info.port, is_master=False, timeout=TIMEOUT)
+            rank = init_info.first_rank + self.parallel_config.rank
+            self._group = join(init_info.backend, store, init_info.address, rank, init_info.ranks)
+
+    def start_weight_update(self) -> None:
+        """Make the layers ready to be loaded anew."""
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if hasattr(method, "moe_kernel"):
+                    # Else the experts' packed weights are copied over as if they were not packed.
+                    method.moe_kernel = None
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a bucket; unlike the base class, without asking for an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Announcement, *_: Any) -> None:
+        """Receive a bucket and load it.
+
+        Raises:
+            ValueError: a name or a shape that the model does not have.
+        """
+        flat = self._flat(update_info)
+        loaded = self.model.load_weights(unpack(flat, update_info.names, update_info.shapes))
+        if loaded is not None:
+            self._expected -= set(loaded)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _flat(self, update_info: Announcement) -> torch.Tensor:
+        # A buffer of its own for each bucket: vLLM keeps what it was given until a layer is whole.
+        if update_info.handle is not None:
+            from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+            arguments = list(pickle.loads(update_info.handle))
+            arguments[6] = self.device.index
+            return rebuild_cuda_tensor(*arguments).clone()
+        size = sum(torch.Size(shape).numel() for shape in update_info.shapes)
+        flat = torch.empty(size, dtype=self.model_config.dtype, device=self.device)
+        broadcast(self._group, flat)
+        return flat
+
+    def finish_weight_update(self) -> None:
+        """Bring the layers into the kernels' layout.
+
+        Raises:
+            ValueError: a parameter was not sent.
+        """
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                # A head that is tied to the embedding got nothing of its own, and keeps a packed copy of the old one.
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        if self._expected:
+            raise ValueError(f"weights: {len(self._expected)} parameters were not sent, such as {min(self._expected)}")
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+class WorkerExtension:
+    """Adds nothing to the worker; naming it is what makes vLLM import this module there."""
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransfer)
+end_with_parent()
