@@ -7,10 +7,12 @@ number fails the run, also where the agent catches the error; every method may b
 import asyncio
 import contextlib
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -91,8 +93,12 @@ class AgentContext:
         return self._client(anthropic, "Anthropic", self.anthropic_base_url, asynchronous, kwargs)
 
     def environment(self) -> dict[str, str]:
-        """The variables from which the SDKs in another process find the server."""
+        """The variables from which the SDKs in another process find the server, and past any proxy."""
+        host = urlsplit(self.base_url).hostname or ""
+        direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host]))
         return {
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,

@@ -36,6 +36,8 @@ BODY_TIMEOUT = 60.0
 """Seconds that a body may take to arrive."""
 KEEP_ALIVE = 10.0
 """Seconds after which a stream that waits for its reply is told that it is alive, again and again."""
+OPEN_FILES = 65_536
+"""How many open files the process is allowed by itself, if the system lets it."""
 SHUTDOWN_TIMEOUT = 2.0
 """Seconds that answers under way get when the server closes."""
 
@@ -57,7 +59,7 @@ class LoopbackServer:
         port: 0 takes a free one.
         public_url: what clients are told, such as "http://host.docker.internal:8000"; by default made of host and port.
         model: the name that /v1/models lists.
-        timeout: seconds for one answer; None for no end.
+        timeout: seconds for one answer; None for no end. Less than the 600 s after which SDKs give up and ask again.
         max_body: bytes of the largest request body.
     """
 
@@ -68,7 +70,7 @@ class LoopbackServer:
 
     def __init__(
         self, *, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None, model: str = "policy",
-        timeout: float | None = 600.0, max_body: int = MAX_BODY,
+        timeout: float | None = 570.0, max_body: int = MAX_BODY,
     ) -> None:
         self._host, self._bound, self._port, self._public_url = host, host, port, public_url
         self._model, self._timeout, self._max_body = model, timeout, max_body
@@ -235,7 +237,12 @@ class LoopbackServer:
                 await response.write(b"".join(map(_sse, wire.error_events(error))))
             else:
                 events = b"".join(map(_sse, wire.events(parsed, completion, memory)))
-                response = response or await _begin_stream(request, _headers(completion))
+                headers = _headers(completion)
+                if response is None:
+                    response = await _begin_stream(request, headers)
+                else:
+                    # Headers cannot follow what has begun; comments tell as much.
+                    events = b"".join(f": {name}: {value}\n\n".encode() for name, value in headers.items()) + events
                 await response.write(events)
         finally:
             task.cancel()
@@ -258,8 +265,9 @@ class LoopbackServer:
 def _allow_open_files() -> None:
     """A few hundred agents have more sockets open than the usual soft limit of 1,024 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    enough = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def _keys(request: web.BaseRequest) -> list[str]:

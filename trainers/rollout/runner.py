@@ -39,7 +39,7 @@ class Limits:
 
     reset_timeout: float = 60.0
     step_timeout: float = 60.0
-    generate_timeout: float = 600.0
+    generate_timeout: float = 570.0
     episode_timeout: float = 1800.0
     retries: int = 1
 

@@ -71,7 +71,12 @@ async def test_a_client_takes_the_settings_of_the_user(play):
     assert (await play(agent)).reward == 1
 
 
-async def test_the_environment_is_what_the_sdks_read(play, monkeypatch):
+@pytest.mark.parametrize("proxy", [None, "http://127.0.0.1:9"])
+async def test_the_environment_is_what_the_sdks_read_also_beside_a_proxy(play, monkeypatch, proxy):
+    if proxy is not None:
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        monkeypatch.setenv("http_proxy", proxy)
+
     async def agent(ctx):
         for name, value in ctx.environment().items():
             monkeypatch.setenv(name, value)

@@ -156,6 +156,15 @@ async def test_a_stream_is_told_that_it_is_alive_while_the_engine_works(agent, e
     assert content(await put_together(agent, name, OK)) == content(await agent.ask(name, OK, max_tokens=64))
 
 
+async def test_a_stream_that_was_kept_alive_names_what_the_run_overrides_in_a_comment(agent, engine, wire, monkeypatch):
+    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.02)
+    engine.seconds = 0.1
+    body = {"model": "m", "messages": [OK], "temperature": 0.25, "stream": True}
+    async with aiohttp.ClientSession(headers={"x-api-key": agent.session.key}) as client:
+        async with client.post(agent.session.url + wire.paths["chat"], json=body) as response:
+            assert ": x-molt-gym-ignored: temperature\n\ndata: " in await response.text()
+
+
 @every_wire
 async def test_a_failure_after_the_stream_began_reaches_the_sdk_as_an_error(agent, engine, wire, name, monkeypatch):
     monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01)
