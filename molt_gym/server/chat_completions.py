@@ -3,68 +3,76 @@
 Invariants: a request that passes has valid messages in one spelling, so that a reply sent back equals the recorded one;
 a stream, put together, is the reply; every refusal begins with the path of the field.
 
-Refused, since a policy that samples freely cannot honour it: all of `NEUTRAL` unless it has a value given there, a
+Refused, since a policy that samples freely cannot honour it: all of `REFUSED` unless it has a value given there, a
 `tool_choice` that forces a call, `parallel_tool_calls: false` where tools are offered, tools other than functions, the
-deprecated `functions` (write `tools`), audio, files, and images that are no data URI (nothing is read for a request).
+deprecated `functions` and `function_call` (write `tools` and `tool_calls`), audio, files, and images that are no data
+URI (nothing is read for a request).
 
 Without effect: `strict` of a tool, `detail` of an image, `reasoning_effort`, `verbosity`, `prediction`, `user`,
 `metadata`, `store`, `service_tier`, `safety_identifier`, everything about prompt caches, and unknown fields.
 """
 
-import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from reprlib import repr as show
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from ..messages import Message, text_of
-from .errors import Kind, WireError, invalid, unsupported
+from . import parts
+from .errors import WireError
 from .exchange import Call, Completion, Event, Memory, Options, Parsed, Reply, Token
-from .json import decode, encode
+from .fields import Count, Field, Filled, Temperature, TopP, field, messages_of, read, refuse
+from .replies import openai_error, openai_logprob, pieces
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "modalities": (["text"],),
-    "audio": (),
-    "functions": ([],),
-    "function_call": (),
-    "web_search_options": (),
-    "moderation": (),
-    "structured_outputs": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "echo": (False,),
+_FREE = "the run decides how is sampled, and nothing else can be done with the reply; leave it out"
+_OLD = "is deprecated; write tools and tool_choice instead"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "response_format": ({"type": "text"}, _FREE),
+    "frequency_penalty": (0, _FREE),
+    "presence_penalty": (0, _FREE),
+    "repetition_penalty": (1, _FREE),
+    "logit_bias": ({}, _FREE),
+    "top_logprobs": (0, "only the sampled token's is known; leave it out"),
+    "min_p": (0, _FREE),
+    "min_tokens": (0, _FREE),
+    "ignore_eos": (False, _FREE),
+    "modalities": (["text"], _FREE),
+    "audio": (None, _FREE),
+    "functions": ([], _OLD),
+    "function_call": (None, _OLD),
+    "web_search_options": (None, _FREE),
+    "moderation": (None, _FREE),
+    "structured_outputs": (None, _FREE),
+    "chat_template": (None, _FREE),
+    "chat_template_kwargs": ({}, _FREE),
+    "continue_final_message": (False, _FREE),
+    "add_generation_prompt": (True, _FREE),
+    "echo": (False, _FREE),
 }
 """Fields that change what is sampled, shown or rendered, and the values besides null that leave it as it is."""
 
-MAX_CHOICES = 64
-MAX_STOPS = 16
-MAX_DEPTH = 64
-"""How deep a tool's schema or a call's arguments may be nested."""
-MAX_PIECES = 64
-"""Deltas that one text is streamed in, at most."""
 
-_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
-_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,(?=.)", re.IGNORECASE)
-_FUNCTION_FIELDS = (("description", str, "string"), ("parameters", dict, "JSON schema"), ("strict", bool, "boolean"))
-_CHECKED = frozenset({dict, list, float})
-_INT64 = 2**63
-_ERROR_TYPES: dict[Kind, str] = {"rate_limit": "requests", "unavailable": "server_error", "internal": "server_error"}
-_ERROR_CODES: dict[Kind, str] = {"authentication": "invalid_api_key", "rate_limit": "rate_limit_exceeded"}
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct):
+    """What is read besides messages and tools."""
+
+    model: str = ""
+    n: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Filled | Annotated[list[Filled], msgspec.Meta(max_length=16)] = []
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    logprobs: bool = False
+    parallel_tool_calls: bool = True
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -79,15 +87,24 @@ class ChatCompletions:
 
     def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> ParsedChat:
         """See `Wire.parse`."""
-        for name in fields:
-            if name in NEUTRAL:
-                _check_neutral(name, _read(fields, name))
-        model = _read(fields, "model")
-        if not isinstance(model, str | None):
-            raise invalid("model", f"{show(model)} is no string")
-        n = _integer(fields, "n", 1, MAX_CHOICES)
-        call = Call(_messages(fields, memory), _offered_tools(fields, memory), _options(fields), n or 1, model or "")
-        return ParsedChat(call, bool(_flag(fields, "stream")), _include_usage(fields))
+        refuse(fields, REFUSED)
+        asked = read(fields, _Request)
+        caps = [cap for cap in (asked.max_tokens, asked.max_completion_tokens) if cap is not None]
+        options = Options(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=None if asked.top_k is None else max(asked.top_k, 0),
+            max_tokens=min(caps, default=None),
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+            seed=asked.seed,
+            logprobs=asked.logprobs,
+        )
+        limit = None if asked.parallel_tool_calls else Field("parallel_tool_calls", False)
+        tools = parts.tools_of(fields, memory, _tool)
+        offered = parts.callable_tools(tools, field(fields, "tool_choice"), ("required",), limit)
+        call = Call(messages_of(fields, memory, _message), offered, options, asked.n, asked.model)
+        usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        return ParsedChat(call, asked.stream, usage)
 
     def reply(self, parsed: ParsedChat, completion: Completion, memory: Memory) -> dict[str, Any]:
         """See `Wire.reply`."""
@@ -118,287 +135,76 @@ class ChatCompletions:
 
     def error(self, error: WireError) -> dict[str, Any]:
         """See `Wire.error`."""
-        kind = _ERROR_TYPES.get(error.kind, "invalid_request_error")
-        code = error.code or _ERROR_CODES.get(error.kind)
-        return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
+        return openai_error(error)
 
     def error_events(self, error: WireError) -> Iterator[Event]:
         """See `Wire.error_events`."""
         yield None, self.error(error)
 
 
-def _read(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """The value of a field; None where it is absent."""
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    try:
-        return decode(bytes(raw))
-    except WireError as error:
-        raise invalid(name, error.message) from None
-
-
-def _check_neutral(name: str, value: Any) -> None:
-    same = any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL[name])
-    if value is not None and not same:
-        instead = "write tools and tool_choice instead" if name.startswith("function") else "leave it out"
-        raise unsupported(name, f"{show(value)} cannot be honoured, since the run decides how is sampled; {instead}")
-
-
-def _flag(fields: Mapping[str, msgspec.Raw], name: str) -> bool | None:
-    value = _read(fields, name)
-    if not isinstance(value, bool | None):
-        raise invalid(name, f"{show(value)}; write true or false")
-    return value
-
-
-def _integer(fields: Mapping[str, msgspec.Raw], name: str, low: int, high: int) -> int | None:
-    value = _read(fields, name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
-        raise invalid(name, f"{show(value)}; write an integer from {low} to {high}")
-    return value
-
-
-def _number(fields: Mapping[str, msgspec.Raw], name: str, high: int, *, zero: bool) -> float | None:
-    """A number from 0, which must not be 0 itself unless `zero`, to `high`."""
-    value = _read(fields, name)
-    if value is None:
-        return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= high or not value and not zero:
-        raise invalid(name, f"{show(value)}; write a number {'from' if zero else 'above'} 0, at most {high}")
-    return float(value)
-
-
-def _options(fields: Mapping[str, msgspec.Raw]) -> Options:
-    caps = [_integer(fields, name, 1, _INT64 - 1) for name in ("max_tokens", "max_completion_tokens")]
-    top_k = _integer(fields, "top_k", -1, _INT64 - 1)
-    return Options(
-        temperature=_number(fields, "temperature", 2, zero=True),
-        top_p=_number(fields, "top_p", 1, zero=False),
-        top_k=None if top_k is None else max(top_k, 0),
-        max_tokens=min((cap for cap in caps if cap is not None), default=None),
-        stop=_stops(_read(fields, "stop")),
-        seed=_integer(fields, "seed", -_INT64, _INT64 - 1),
-        logprobs=bool(_flag(fields, "logprobs")),
-    )
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    if not texts or len(stops) > MAX_STOPS:
-        raise invalid("stop", f"{show(value)}; write a string or a list of at most {MAX_STOPS}, none of them empty")
-    return tuple(stops)
-
-
-def _include_usage(fields: Mapping[str, msgspec.Raw]) -> bool:
-    options = _read(fields, "stream_options")
-    if not isinstance(options, dict | None):
-        raise invalid("stream_options", f"{show(options)}; write an object such as {{'include_usage': true}}")
-    include = (options or {}).get("include_usage")
-    if not isinstance(include, bool | None):
-        raise invalid("stream_options.include_usage", f"{show(include)}; write true or false")
-    return bool(include)
-
-
-def _offered_tools(fields: Mapping[str, msgspec.Raw], memory: Memory) -> list[dict[str, Any]]:
-    schemas = memory.intern_tools(bytes(fields.get("tools", b"null")), _schemas)
-    choice = _read(fields, "tool_choice")
-    if choice == "required" or isinstance(choice, dict):
-        raise unsupported("tool_choice", f"{show(choice)} cannot be forced on the policy; write 'auto' or 'none'")
-    if choice not in (None, "auto", "none"):
-        raise invalid("tool_choice", f"{show(choice)}; write 'auto' or 'none'")
-    if choice == "none":
-        return []
-    if _flag(fields, "parallel_tool_calls") is False and schemas:
-        raise unsupported("parallel_tool_calls", "false cannot be forced on the policy; leave it out")
-    return schemas
-
-
-def _schemas(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list | None):
-        raise invalid("tools", f"{show(tools)}; write a list of tools")
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
-
-
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise invalid(where, f"{show(tool)}; write {{'type': 'function', 'function': {{'name': ...}}}}")
-    kind, function = tool.get("type", "function"), tool.get("function")
+def _tool(tool: Field) -> dict[str, Any]:
+    kind = tool.expect(dict, "{'type': 'function', 'function': {'name': ...}}").get("type", "function")
     if kind != "function":
-        raise unsupported(f"{where}.type", f"{show(kind)}; only tools of type 'function' can be called here")
-    where = f"{where}.function"
-    if not isinstance(function, dict):
-        raise invalid(where, f"{show(function)}; write {{'name': ..., 'description': ..., 'parameters': ...}}")
-    _filled(function, "name", where, "the name of the function")
-    for name, form, what in _FUNCTION_FIELDS:
-        if not isinstance(function.get(name), form | None):
-            raise invalid(f"{where}.{name}", f"{show(function[name])} is no {what}")
-    _check_json(function, where)
-    schema = {name: value for name, value in function.items() if value is not None and name != "strict"}
-    if not schema.get("parameters"):
-        schema["parameters"] = {"type": "object", "properties": {}}
-    return {"type": "function", "function": schema}
+        raise tool["type"].unsupported("only tools of type 'function' can be called here")
+    tool["function"].expect(dict, "{'name': ..., 'description': ..., 'parameters': ...}")
+    return parts.function_of(tool["function"])
 
 
-def _check_json(value: dict[str, Any], where: str) -> None:
-    """Refuses what cannot be written again: numbers that overflow, and nesting that exhausts the stack."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        items = [item for v in level for item in (v.values() if type(v) is dict else v) if type(item) in _CHECKED]
-        if any(math.isinf(item) for item in items if type(item) is float):
-            raise invalid(where, "holds a number that is too large; write it as a string")
-        level = [item for item in items if type(item) is not float]
-        if not level:
-            return
-    raise invalid(where, f"is nested deeper than {MAX_DEPTH} levels; flatten it")
-
-
-def _messages(fields: Mapping[str, msgspec.Raw], memory: Memory) -> list[Message]:
-    try:
-        items = _ITEMS.decode(fields.get("messages", b"null"))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        value = _read(fields, "messages")
-        if not isinstance(value, list):
-            raise invalid("messages", "is no list; write a list of at least one message") from None
-        items = [encode(item) for item in value]
-    if not items:
-        raise invalid("messages", "is empty; write a list of at least one message")
-    messages: list[Message] = []
-    for index, item in enumerate(items):
-        try:
-            messages += memory.intern(bytes(item), _message)
-        except WireError as error:
-            where, separator = f"messages[{index}]", "" if error.param is not None else ": "
-            raise WireError(
-                error.kind, f"{where}{separator}{error.message}", param=where + (error.param or ""), code=error.code
-            ) from None
-    return messages
-
-
-def _message(value: Any) -> list[Message]:
-    """One message in the neutral form; the paths of errors begin within the message."""
-    if not isinstance(value, dict):
-        raise invalid("", f"{show(value)} is no message; write an object such as {{'role': 'user', 'content': 'Hi'}}")
-    role = value.get("role")
+def _message(message: Field) -> list[Message]:
+    role = message.expect(dict, "a message such as {'role': 'user', 'content': 'Hi'}").get("role")
     if role == "assistant":
-        return [_assistant(value)]
-    if value.get("tool_calls"):
-        raise invalid(".tool_calls", f"only an assistant message calls tools, this one is of role {show(role)}")
-    if role == "function":
-        name = _filled(value, "name", "", "the name of the function that returned this")
-        return [{"role": "tool", "content": _content(value, "tool"), "tool_call_id": _legacy_id(name), "name": name}]
-    if role == "tool":
-        call = _filled(value, "tool_call_id", "", "the id of the tool call that this answers")
-        return [{"role": "tool", "content": _content(value, role), "tool_call_id": call} | _name(value)]
-    if role in ("system", "developer", "user"):
-        return [{"role": role, "content": _content(value, role)} | _name(value)]
-    raise invalid(".role", f"{show(role)} is none of system, developer, user, assistant, tool")
+        return [_assistant(message)]
+    if role not in ("system", "developer", "user", "tool"):
+        raise message["role"].invalid("system, developer, user, assistant or tool")
+    if message.value.get("tool_calls"):
+        raise message["tool_calls"].invalid(f"nothing; only an assistant message calls tools, this one is a {role}'s")
+    if role != "tool":
+        return [{"role": role, "content": _content(message, role)} | _name(message)]
+    call = message.filled("tool_call_id")
+    return [{"role": "tool", "content": _content(message, role), "tool_call_id": call} | _name(message)]
 
 
-def _assistant(value: dict[str, Any]) -> Message:
-    if value.get("audio") is not None:
-        raise unsupported(".audio", "audio is not available; send its transcript as content")
-    message = {"role": "assistant", "content": _content(value, "assistant")} | _name(value)
-    refusal = _optional_text(value, "refusal")
-    if refusal and message["content"]:
-        raise invalid(".refusal", "this message has content too; write one of them")
-    message["content"] = message["content"] or refusal
-    reasoning = [_optional_text(value, name) for name in ("reasoning_content", "reasoning")]
-    if any(reasoning):
-        message["reasoning_content"] = reasoning[0] or reasoning[1]
-    calls, legacy = value.get("tool_calls"), value.get("function_call")
-    if not isinstance(calls, list | None):
-        raise invalid(".tool_calls", f"{show(calls)}; write a list of tool calls")
-    if calls:
-        message["tool_calls"] = [_call(call, f".tool_calls[{index}]") for index, call in enumerate(calls)]
-    elif legacy is not None:
-        function = _function(legacy, ".function_call")
-        message["tool_calls"] = [{"id": _legacy_id(function["name"]), "type": "function", "function": function}]
-    return message
+def _assistant(message: Field) -> Message:
+    for name, instead in (("audio", "send its transcript as content"), ("function_call", "write tool_calls")):
+        if message.value.get(name) is not None:
+            raise message[name].unsupported(f"is not available; {instead}")
+    content, refusal = _content(message, "assistant"), message.optional("refusal", str)
+    if refusal and content:
+        raise message["refusal"].invalid("either this or content")
+    reasoning = [message.optional(name, str) for name in ("reasoning_content", "reasoning")]
+    calls = [_call(call) for call in message["tool_calls"].each()] if message.value.get("tool_calls") else []
+    return parts.assistant(content or refusal or "", reasoning[0] or reasoning[1], calls) | _name(message)
 
 
-def _legacy_id(name: str) -> str:
-    """Calls of the time before tools had no id: a function's name said what a result belongs to."""
-    return f"call_{name}"
+def _call(call: Field) -> dict[str, Any]:
+    call.expect(dict, "{'id': ..., 'type': 'function', 'function': ...}")
+    if call.value.get("type") not in (None, "function"):
+        raise call["type"].unsupported("only calls of type 'function' exist here")
+    function = call["function"]
+    function.expect(dict, "{'name': ..., 'arguments': '{}'}")
+    arguments = parts.arguments_of(function["arguments"])
+    return parts.call_of(call.get("id", str), function.get("name", str), "{}" if arguments.isspace() else arguments)
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    if not isinstance(call, dict):
-        raise invalid(where, f"{show(call)}; write {{'id': ..., 'type': 'function', 'function': ...}}")
-    if call.get("type") not in (None, "function"):
-        raise unsupported(f"{where}.type", f"{show(call['type'])}; only calls of type 'function' exist here")
-    identifier = _filled(call, "id", where, "the id that the call came with")
-    return {"id": identifier, "type": "function", "function": _function(call.get("function"), f"{where}.function")}
-
-
-def _function(function: Any, where: str) -> dict[str, Any]:
-    if not isinstance(function, dict):
-        raise invalid(where, f"{show(function)}; write {{'name': ..., 'arguments': '{{}}'}}")
-    name, arguments = _filled(function, "name", where, "the name of the function"), function.get("arguments")
-    if isinstance(arguments, dict):
-        _check_json(arguments, f"{where}.arguments")
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(arguments, str | None):
-        raise invalid(f"{where}.arguments", f"{show(arguments)}; write a JSON object as a string")
-    return {"name": name, "arguments": arguments if arguments and not arguments.isspace() else "{}"}
-
-
-def _filled(value: dict[str, Any], name: str, where: str, what: str) -> str:
-    text = value.get(name)
-    if not isinstance(text, str) or not text:
-        raise invalid(f"{where}.{name}", f"{show(text) if name in value else 'is missing'}; write {what}")
-    return text
-
-
-def _optional_text(value: dict[str, Any], name: str) -> str:
-    text = value.get(name)
-    if not isinstance(text, str | None):
-        raise invalid(f".{name}", f"{show(text)} is no string")
-    return text or ""
-
-
-def _name(value: dict[str, Any]) -> dict[str, str]:
-    name = _optional_text(value, "name")
+def _name(message: Field) -> dict[str, str]:
+    name = message.optional("name", str)
     return {"name": name} if name else {}
 
 
-def _content(value: dict[str, Any], role: str) -> str | list[dict[str, Any]]:
-    content = value.get("content")
-    if content is None and role in ("assistant", "tool"):
+def _content(message: Field, role: str) -> str | list[dict[str, Any]]:
+    if message.value.get("content") is None and role in ("assistant", "tool"):
         return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(".content", f"{show(content)}; write a string, '' for no text, or a list of parts")
-    parts = [_part(part, f".content[{index}]", role) for index, part in enumerate(content)]
-    return parts if len(parts) > 1 or parts and parts[0]["type"] != "text" else text_of({"content": parts})
+    return parts.content_of(message, lambda part: _part(part, role))
 
 
-def _part(part: Any, where: str, role: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(where, f"{show(part)}; write a part such as {{'type': 'text', 'text': 'Hi'}}")
+def _part(part: Field, role: str) -> dict[str, Any]:
+    kind = part.kind()
     if kind == "text" or kind == "refusal" and role == "assistant":
-        if not isinstance(part.get(kind), str):
-            raise invalid(f"{where}.{kind}", f"{show(part.get(kind))} is no string")
-        return {"type": "text", "text": part[kind]}
+        return parts.text_part(part, kind)
     if kind == "image_url" and role in ("user", "tool"):
-        return {"type": "image_url", "image_url": {"url": _image(part.get("image_url"), f"{where}.image_url")}}
-    raise unsupported(f"{where}.type", f"{show(kind)} is not available in a message of role {role}; write text")
-
-
-def _image(image: Any, where: str) -> str:
-    if isinstance(image, dict):
-        image, where = image.get("url"), f"{where}.url"
-    if not isinstance(image, str):
-        raise invalid(where, f"{show(image)}; write a data URI, 'data:image/png;base64,...'")
-    if image[:5].lower() != "data:":
-        raise unsupported(where, f"{show(image)} is not fetched; write a data URI, 'data:image/png;base64,...'")
-    if not _IMAGE.match(image):
-        raise invalid(where, f"{show(image)} is no image in base64; write 'data:image/png;base64,...'")
-    return image
+        image = part["image_url"]
+        return parts.image_part(image["url"] if isinstance(image.value, dict) else image)
+    raise part["type"].unsupported(f"is not available in a message of role {role}; write text")
 
 
 def _head(kind: str, parsed: ParsedChat, completion: Completion) -> dict[str, Any]:
@@ -416,10 +222,8 @@ def _reply_message(reply: Reply) -> dict[str, Any]:
     if reply.message.get("reasoning_content"):
         message["reasoning_content"] = reply.message["reasoning_content"]
     if calls:
-        functions = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
         message["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": function}
-            for call, function in zip(calls, functions, strict=True)
+            parts.call_of(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
         ]
     return message
 
@@ -428,40 +232,19 @@ def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
     message = _reply_message(reply)
     yield {"role": "assistant", "content": None if message["content"] is None else "", "refusal": None}
     for name in ("reasoning_content", "content"):
-        for piece in _pieces(message.get(name) or ""):
+        for piece in pieces(message.get(name) or ""):
             yield {name: piece}
     for index, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
         yield {"tool_calls": [{**call, "index": index, "function": {"name": function["name"], "arguments": ""}}]}
-        for piece in _pieces(function["arguments"]):
+        for piece in pieces(function["arguments"]):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces; two surrogates that would be one character stay together."""
-    size = max(16, math.ceil(len(text) / MAX_PIECES))
-    start = 0
-    while start < len(text):
-        end = start + size
-        while "\ud800" <= text[end - 1 : end] <= "\udbff":
-            end += 1
-        yield text[start:end]
-        start = end
 
 
 def _logprobs(tokens: Sequence[Token] | None) -> dict[str, Any] | None:
     if tokens is None:
         return None
-    content = [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": None if token.data is None else list(token.data),
-            "top_logprobs": [],
-        }
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [openai_logprob(token, token.data) for token in tokens], "refusal": None}
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, Any]:

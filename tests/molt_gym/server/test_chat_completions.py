@@ -125,14 +125,6 @@ def test_a_name_stays():
     assert parsed_message({**HI, "name": "Ann"}) == {**HI, "name": "Ann"}
 
 
-def test_calls_of_the_deprecated_form_become_tool_calls_and_their_results():
-    call = assistant(content=None, function_call={"name": "lookup", "arguments": "{}"})
-    result = {"role": "function", "name": "lookup", "content": "Sunny"}
-    _, called, answered = parse([HI, call, result]).call.messages
-    assert called["tool_calls"] == [{"id": "call_lookup", "type": "function", "function": call["function_call"]}]
-    assert answered == {"role": "tool", "content": "Sunny", "tool_call_id": "call_lookup", "name": "lookup"}
-
-
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("image", [PNG, {"url": PNG}, {"url": PNG, "detail": "low"}])
 def test_an_image_is_a_data_uri(role, image):
@@ -249,13 +241,11 @@ INVALID = [
     (in_messages({"role": "user", "content": "a", "tool_calls": [CALL]}), "messages[0].tool_calls"),
     (in_messages(HI, {"role": "tool", "content": "Sunny"}), "messages[1].tool_call_id"),
     (in_messages(HI, {"role": "tool", "content": "Sunny", "tool_call_id": ""}), "messages[1].tool_call_id"),
-    (in_messages({"role": "function", "content": "Sunny"}), "messages[0].name"),
+    (in_messages({"role": "function", "name": "lookup", "content": "Sunny"}), "messages[0].role"),
     (in_messages(assistant(content=3)), "messages[0].content"),
     (in_messages(assistant(content="a", refusal="b")), "messages[0].refusal"),
     (in_messages(assistant(reasoning=["a"])), "messages[0].reasoning"),
     (in_messages(assistant(tool_calls={"id": "a"})), "messages[0].tool_calls"),
-    (in_messages(assistant(function_call="lookup")), "messages[0].function_call"),
-    (in_messages(assistant(function_call={"arguments": "{}"})), "messages[0].function_call.name"),
     (calling(None), "messages[1].tool_calls[1]"),
     (calling({"function": CALL["function"]}), "messages[1].tool_calls[1].id"),
     (calling({**CALL, "id": 7}), "messages[1].tool_calls[1].id"),
@@ -276,7 +266,7 @@ INVALID = [
     (function(description=3), "tools[1].function.description"),
     (function(parameters=[]), "tools[1].function.parameters"),
     (function(strict="yes"), "tools[1].function.strict"),
-    (function(parameters=nested(70)), "tools[1].function"),
+    (function(parameters=nested(70)), "tools[1].function.parameters"),
     ({"tool_choice": "any"}, "tool_choice"),
     ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"model": 3}, "model"),
@@ -334,6 +324,7 @@ UNSUPPORTED = [
     (user({"type": "refusal", "refusal": "No."}), "messages[0].content[0].type"),
     (in_messages(assistant(content=[{"type": "image_url", "image_url": PNG}])), "messages[0].content[0].type"),
     (in_messages(assistant(audio={"id": "audio_1"})), "messages[0].audio"),
+    (in_messages(assistant(function_call={"name": "lookup", "arguments": "{}"})), "messages[0].function_call"),
 ]
 
 
@@ -397,8 +388,8 @@ GOOD = {
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": PNG}}]},
         assistant(content=None, reasoning_content="hm", refusal=None, tool_calls=[CALL]),
         {"role": "tool", "content": "Sunny", "tool_call_id": "call_1"},
-        assistant(content=None, function_call={"name": "f", "arguments": {"a": 1}}),
-        {"role": "function", "name": "f", "content": None},
+        assistant(content=None, tool_calls=[{"id": "call_2", "function": {"name": "f", "arguments": {"a": 1}}}]),
+        {"role": "tool", "name": "f", "content": None, "tool_call_id": "call_2"},
     ],
     "tools": [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}, "strict": True}}],
     "tool_choice": "auto", "parallel_tool_calls": True, "n": 2, "stop": ["a"], "seed": 1, "temperature": 1,
