@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from inspect import signature
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -42,13 +42,11 @@ SHUTDOWN = 5.0
 class VllmHost:
     """An engine; make it on a running event loop.
 
-    Args:
-        spec: what to run.
-        spans: whether outputs say which weights sampled what (vLLM 0.32); None finds out. Else a token has the version
-            that was in use when it arrived, which is the same, as weights change in pauses only.
+    Where outputs do not say which weights sampled what (before vLLM 0.32), a token gets the version that was in use
+    when it arrived, which is the same, as weights change in pauses only.
     """
 
-    def __init__(self, spec: HostSpec, spans: bool | None = None) -> None:
+    def __init__(self, spec: HostSpec) -> None:
         config = AsyncEngineArgs(**engine_arguments(spec)).create_engine_config()
         if spec.cpu:
             # vLLM would start its process from scratch and import everything again; this one has used no threads yet.
@@ -56,7 +54,7 @@ class VllmHost:
         self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         self._stop_token_ids, self._seeded = spec.stop_token_ids, spec.cpu
         known = any(field.name == "weight_versions" for field in fields(CompletionOutput))
-        self._spans = known if spans is None else spans
+        self._spans = known and spec.spans
         self._kind = RequestOutputKind.FINAL_ONLY if self._spans else RequestOutputKind.DELTA
         self._numbers = itertools.count()
         self._version = 0
@@ -161,9 +159,8 @@ class _Server:
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         try:
             host = VllmHost(spec)
-        except Exception as error:  # noqa: BLE001  the other side reports it
-            self._answer(0, False, _described(error))
-            return
+        except Exception:  # noqa: BLE001  it is in the log
+            _give_up()
         self._answer(0, True, os.getpid())
         while True:
             number, name, arguments = await self._inbox.get()
@@ -190,10 +187,10 @@ class _Server:
         try:
             self._answer(number, True, await method(*arguments))
         except EngineDeadError:
-            # Its log tells why, and the other side reports the end of the log.
-            _end_all()
+            _give_up()
         except Exception as error:  # noqa: BLE001  the other side reports it
-            self._answer(number, False, _described(error))
+            traceback.print_exc()
+            self._answer(number, False, f"{type(error).__name__}: {error}")
         finally:
             self._tasks.pop(number, None)
 
@@ -201,9 +198,11 @@ class _Server:
         self._connection.send((number, worked, result))
 
 
-def _described(error: Exception) -> str:
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}"
+def _give_up() -> NoReturn:
+    """Write the error being handled into the log, whose end the other side reports, and let it end the rest."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _end_all() -> None:

@@ -28,7 +28,8 @@ class HostSpec:
 
     model: folder of model and tokenizer. dtype: of weights and cache. max_context: tokens of prompt and reply.
     max_sequences: most sequences in the batch. stop_token_ids: end every reply. backend: how weights arrive. cpu:
-    whether it runs on the processor. engine_args: further arguments of vLLM's AsyncEngineArgs.
+    whether it runs on the processor. engine_args: further arguments of vLLM's AsyncEngineArgs. spans: whether to take
+    versions from the outputs, where vLLM writes them there.
     """
 
     model: str
@@ -39,6 +40,7 @@ class HostSpec:
     backend: Backend
     cpu: bool
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    spans: bool = True
 
 
 def engine_arguments(spec: HostSpec) -> dict[str, Any]:

@@ -1,0 +1,409 @@
+"""vLLM itself, on tiny models: every engine here is a process, so that most tests share one."""
+
+import asyncio
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from molt_gym.errors import PromptTooLong, RunFailed
+from molt_gym.tokens import Renderer, Sampling
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.parity import ParityProbe
+from molt_gym.trainers.rollout import vllm_engine
+from molt_gym.trainers.rollout.engine import Request
+from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
+from molt_gym.trainers.rollout.vllm_engine import VllmEngine
+from molt_gym.trainers.rollout.vllm_spec import HostSpec
+from molt_gym.trainers.rollout.vllm_transfer import buckets
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+
+STOP = 2
+PROMPTS = [[5, 7, 9], [1, 40, 300, 17, 200], [11], list(range(20, 60)), [5, 7, 9, 100]]
+WAIT = 60.0
+
+
+async def within(seconds, *futures):
+    return await asyncio.wait_for(asyncio.gather(*futures), seconds)
+
+
+async def until(condition, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def alive(group: int) -> list[str]:
+    """The processes of a group that are not mere zombies."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.split()[0] == str(group) and line.split()[1][0] != "Z"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """Folders of tiny models with heads of 32, which is the least that vLLM takes on CPUs."""
+
+    @functools.cache
+    def folder(tied: bool) -> Path:
+        path = tmp_path_factory.mktemp("qwen3")
+        tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+        config = Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, initializer_range=0.3,
+            tie_word_embeddings=tied, eos_token_id=2, pad_token_id=0, bos_token_id=None)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Qwen3ForCausalLM(config).float()
+        # What the model recommends must not matter.
+        model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, repetition_penalty=3.0)
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(model_path, tiny_path: Path) -> Iterator[Callable[..., VllmEngine]]:
+    """Makes engines that are closed after the module."""
+    engines = []
+    renderer = Renderer(AutoTokenizer.from_pretrained(tiny_path))
+
+    def engine(path: Path | None = None, **options) -> VllmEngine:
+        engines.append(VllmEngine(path or model_path(True), renderer, **{
+            "dtype": torch.float32, "max_context": 256, "max_sequences": 8} | options))
+        return engines[-1]
+
+    yield engine
+    for made in engines:
+        asyncio.run(made.close())
+
+
+@pytest.fixture(scope="module")
+def shared(make) -> VllmEngine:
+    return make()
+
+
+@pytest.fixture
+def load(model_path):
+    """A model as transformers computes it, optionally moved away from its folder's weights."""
+
+    def read(path: Path | None = None, *, seed: int | None = None) -> Qwen3ForCausalLM:
+        model = AutoModelForCausalLM.from_pretrained(path or model_path(True), dtype=torch.float32,
+                                                     attn_implementation="eager").eval()
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+        return model
+
+    return read
+
+
+async def update(engine, model, version):
+    await within(WAIT, engine.pause())
+    await engine.update_weights(model.named_parameters(), version)
+    await engine.resume()
+
+
+@pytest.fixture
+async def engine(shared, load) -> VllmEngine:
+    """The shared one, with the weights of the folder and nothing cached."""
+    await update(shared, load(), 0)
+    return shared
+
+
+def check(replies, prompts, model, expected, **sampling):
+    for reply, prompt in zip(replies, prompts, strict=True):
+        assert reply.logprobs == pytest.approx(expected(model, prompt, reply.ids, **sampling), abs=1e-4)
+
+
+# Log-probabilities and weights
+
+@pytest.fixture
+def actor(model_path) -> Iterator[LocalActor]:
+    sizes = {"rollout__max_tokens": 64, "rollout__max_context": 256}
+    settings = load_config("Any-v0", overrides={"actor__lr": 0.02, **sizes})
+    actor = LocalActor(ActorSpec(str(model_path(True)), settings, torch.float32, 10))
+    yield actor
+    actor.close()
+
+
+async def test_both_engines_and_the_actor_agree_before_and_after_updates_in_flight(
+        engine, actor, model_path, renderer, play, expected):
+    plain = TransformersEngine(model_path(True), renderer, dtype=torch.float32, max_context=256, max_sequences=8)
+    straddling = 0
+    for version in range(4):
+        replies = await play(engine, PROMPTS, temperature=0, max_tokens=40)
+        others = await play(plain, PROMPTS, temperature=0, max_tokens=40)
+        for prompt, reply, other in zip(PROMPTS, replies, others, strict=True):
+            assert reply.ids == other.ids
+            assert reply.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            scores = actor.logprobs(prompt + reply.ids)
+            assert reply.logprobs == pytest.approx(scores[len(prompt) - 1 :], abs=1e-4)
+            assert await engine.score(prompt + reply.ids) == pytest.approx(scores, abs=1e-4)
+            assert set(reply.versions) == {version}
+        futures = engine.submit([Request(prompt, Sampling(max_tokens=200, seed=version)) for prompt in PROMPTS])
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        busy = engine.busy_seconds
+        before = actor_of(actor, load_plain(model_path(True)))
+        actor.train([[row(prompt + reply.ids, len(prompt)) for prompt, reply in zip(PROMPTS, replies, strict=True)]])
+        assert engine.busy_seconds == busy > 0
+        await engine.update_weights(actor.weights(), version + 1)
+        await engine.resume()
+        await plain.pause()
+        await plain.update_weights(actor.weights(), version + 1)
+        await plain.resume()
+        after = actor_of(actor, load_plain(model_path(True)))
+        for prompt, reply in zip(PROMPTS, await within(WAIT, *futures), strict=True):
+            old = reply.versions.count(version)
+            assert reply.versions == [version] * old + [version + 1] * (len(reply.ids) - old)
+            assert reply.logprobs[:old] == pytest.approx(expected(before, prompt, reply.ids)[:old], abs=1e-4)
+            assert reply.logprobs[old:] == pytest.approx(expected(after, prompt, reply.ids)[old:], abs=1e-4)
+            straddling += 0 < old < len(reply.ids)
+    assert straddling >= 3
+    await plain.close()
+
+
+def row(ids: list[int], start: int) -> TrainRow:
+    mask = [int(position >= start) for position in range(len(ids))]
+    return TrainRow(ids, mask, [-1.0 * bit for bit in mask], 1.0, 0.01, start, 0)
+
+
+def load_plain(path: Path) -> Qwen3ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def actor_of(actor: LocalActor, model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The actor's weights in plain transformers."""
+    model.load_state_dict({name: tensor.clone() for name, tensor in actor.weights()}, strict=False)
+    return model
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.6}, {"temperature": 1.8}, {"top_k": 5}, {"top_p": 0.7},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9}])
+async def test_logprobs_are_of_the_distribution_that_was_sampled(engine, play, load, expected, sampling):
+    check(await play(engine, PROMPTS, **sampling), PROMPTS, load(), expected, **sampling)
+
+
+async def test_seeds_make_samples_and_a_models_own_defaults_do_not(engine, play):
+    first, second = await play(engine, PROMPTS * 3), await play(engine, PROMPTS * 3)
+    assert [reply.ids for reply in first] == [reply.ids for reply in second]
+    assert len({tuple(reply.ids) for reply in first}) == 15
+
+
+async def test_many_more_requests_than_fit_are_all_answered(engine, load, expected):
+    prompts = [PROMPTS[i % 5] + [30 + i] for i in range(64)]
+    requests = [Request(prompt, Sampling(max_tokens=1 + i % 30, seed=i)) for i, prompt in enumerate(prompts)]
+    replies = await within(WAIT, *(future for i in range(0, 64, 7) for future in engine.submit(requests[i : i + 7])))
+    check(replies, prompts, load(), expected)
+
+
+async def test_what_old_weights_cached_serves_nobody_after_an_update(
+        engine, play, load, expected, make, model_path, tmp_path):
+    prompts = [[3 + (i * factor) % 300 for i in range(200)] for factor in (7, 11)]
+    await play(engine, prompts, max_tokens=2)
+    model = load(seed=3)
+    await update(engine, model, 1)
+    replies = await play(engine, prompts, max_tokens=20, temperature=0)
+    check(replies, prompts, model, expected)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_path(True)).save_pretrained(tmp_path)
+    fresh = make(tmp_path)
+    for ours, theirs in zip(replies, await within(WAIT * 3, *fresh.submit(
+            [Request(prompt, Sampling(max_tokens=20, temperature=0)) for prompt in prompts])), strict=True):
+        assert ours.ids == theirs.ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    await ends_clearly_when_killed(fresh)
+
+
+async def ends_clearly_when_killed(engine: VllmEngine) -> None:
+    flying = engine.submit([Request(prompt, Sampling(max_tokens=250, temperature=0)) for prompt in PROMPTS])
+    group = engine._host.pid
+    assert len(alive(group)) >= 2
+    os.kill(group, signal.SIGKILL)
+    for future in flying:
+        with pytest.raises(RunFailed, match=r"exit code -9.*engine\.log"):
+            await asyncio.wait_for(future, 10)
+    for late in (engine.pause(), *engine.submit([Request([5], Sampling())])):
+        with pytest.raises(RunFailed, match="exit code -9"):
+            await asyncio.wait_for(late, 10)
+    await until(lambda: not alive(group), 5)
+    await asyncio.wait_for(engine.close(), 10)
+
+
+# An untied head, small buckets, versions from the boundaries, and weights that do not fit
+
+async def test_an_untied_head_arrives_and_weights_that_do_not_fit_end_the_engine(
+        make, model_path, load, play, expected, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "HostSpec", functools.partial(HostSpec, spans=False))
+    monkeypatch.setattr(vllm_engine, "buckets", functools.partial(buckets, limit=10_000))
+    engine = make(model_path(False))
+    await within(WAIT * 3, engine.pause())
+    await engine.resume()
+    flying = engine.submit([Request(prompt, Sampling(max_tokens=200, seed=1)) for prompt in PROMPTS])
+    await asyncio.sleep(0.1)
+    model = load(model_path(False), seed=1)
+    await update(engine, model, 1)
+    replies = await within(WAIT, *flying)
+    assert any(0 < reply.versions.count(0) < len(reply.ids) for reply in replies)
+    for reply, prompt in zip(replies, PROMPTS, strict=True):
+        old = reply.versions.count(0)
+        assert reply.logprobs[old:] == pytest.approx(expected(model, prompt, reply.ids)[old:], abs=1e-4)
+    check(await play(engine, PROMPTS), PROMPTS, model, expected)
+
+    await engine.pause()
+    with pytest.raises(RunFailed, match="parameters were not sent, such as lm_head.weight"):
+        await engine.update_weights(list(model.named_parameters())[:-1], 2)
+    await engine.resume()
+    with pytest.raises(RunFailed, match="weights were not updated"):
+        await within(5, *engine.submit([Request([5], Sampling())]))
+
+
+async def test_the_probe_sees_weights_that_are_not_the_actors(engine, actor, load, renderer):
+    probe = ParityProbe.of(renderer, 256, torch.float32)
+    assert len(probe.ids) == 64
+    assert await probe.check(engine, actor) < 1e-5
+    await update(engine, load(seed=9), 1)
+    with pytest.raises(RunFailed, match=r"update to version 1.* -\d+\.\d+ and -\d+\.\d+ a token.*tolerance 0.001"):
+        await probe.check(engine, actor)
+
+
+async def test_weights_are_refused_while_the_engine_runs(engine, load):
+    with pytest.raises(RuntimeError, match=r"pause\(\)"):
+        await engine.update_weights(load().named_parameters(), 1)
+    assert engine.version == 0
+
+
+# Ends of replies
+
+async def test_a_stop_token_ends_a_reply_and_is_part_of_it(engine, play):
+    whole, = await play(engine, [PROMPTS[0]], max_tokens=40, seed=5)
+    stop = whole.ids[3]
+    cut, = await play(engine, [PROMPTS[0]], max_tokens=40, seed=5, stop_token_ids=(stop,))
+    assert cut.ids == whole.ids[: whole.ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+async def test_the_end_of_turn_of_the_template_ends_a_reply(engine, play):
+    replies = await play(engine, [[5, 7, 9]] * 16, max_tokens=100, temperature=2.0)
+    ended = [reply for reply in replies if reply.finish_reason == "stop"]
+    assert ended and all(reply.ids[-1] == STOP and STOP not in reply.ids[:-1] for reply in ended)
+
+
+async def test_a_stop_string_ends_a_reply_with_the_token_that_completes_it(engine, play, renderer):
+    whole, = await play(engine, [PROMPTS[0]], max_tokens=40, seed=5)
+    stop = max(re.findall("[a-zA-Z ]{2,}", renderer.decode(whole.ids)), key=len)[:4]
+    cut, = await play(engine, [PROMPTS[0]], max_tokens=40, seed=5, stop=("never said", stop))
+    assert cut.finish_reason == "stop"
+    assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.logprobs) == len(cut.ids)
+    assert stop in renderer.decode(cut.ids) and stop not in renderer.decode(cut.ids[:-1])
+
+
+async def test_max_tokens_and_the_context_cut_a_reply(engine, play):
+    prompt = [3 + i % 300 for i in range(253)]
+    replies = await play(engine, [[5]] + [prompt] * 20, max_tokens=40)
+    assert max(len(reply.ids) for reply in replies[1:]) == 3
+    assert {reply.finish_reason for reply in replies if reply.ids[-1] != STOP} == {"length"}
+
+
+async def test_prompts_that_cannot_be_answered_fail_alone(engine, play):
+    long, none, odd, good = engine.submit(
+        [Request(ids, Sampling(max_tokens=2)) for ids in ([5] * 256, [], [5, 320], [5])])
+    with pytest.raises(PromptTooLong, match=r"256 tokens.*rollout.max_context = 256"):
+        await long
+    with pytest.raises(ValueError, match="there are none"):
+        await none
+    with pytest.raises(ValueError, match=r"\[320\].*0 to 319"):
+        await odd
+    assert len((await within(WAIT, good))[0].ids) <= 2
+
+
+async def test_cancelled_requests_leave_the_batch_at_once(engine):
+    endless = engine.submit([Request([5 + i], Sampling(max_tokens=250, temperature=0)) for i in range(8)])
+    short = engine.submit([Request([6], Sampling(max_tokens=2))])
+    await asyncio.sleep(0.05)
+    for future in endless:
+        future.cancel()
+    started = time.monotonic()
+    await within(WAIT, *short)
+    assert time.monotonic() - started < 1
+    await until(lambda: not engine._host._calls)
+
+
+async def test_the_prefix_cache_can_be_reset_while_requests_run(engine, load, expected):
+    requests = [Request([5, 6 + i % 50], Sampling(max_tokens=20, seed=i)) for i in range(30)]
+    futures = engine.submit(requests)
+    await asyncio.sleep(0.03)
+    await engine.reset_prefix_cache()
+    check(await within(WAIT, *futures), [request.ids for request in requests], load(), expected)
+
+
+# The process
+
+PARENT = """
+import sys, time, torch
+from transformers import AutoTokenizer
+from molt_gym.tokens import Renderer
+from molt_gym.trainers.rollout.vllm_engine import VllmEngine
+engine = VllmEngine(sys.argv[1], Renderer(AutoTokenizer.from_pretrained(sys.argv[1])), dtype=torch.float32,
+                    max_context=64, max_sequences=2)
+print(engine._host.pid, flush=True)
+engine._host.ready.result()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_of_an_engine_outlives_its_parent(model_path):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(model_path(True))], stdout=subprocess.PIPE, text=True)
+    group = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "ready\n"
+    assert len(alive(group)) >= 2
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while alive(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(group)
+
+
+async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(make, model_path):
+    engine = make(engine_args={"kv_cache_memory_bytes": 1 << 50})
+    group = engine._host.pid
+    flying = engine.submit([Request([5], Sampling())])
+    with pytest.raises(RunFailed, match="(?s)exit code 1.*kv cache.*less than"):
+        await asyncio.wait_for(engine.pause(), WAIT)
+    with pytest.raises(RunFailed):
+        await within(10, *flying)
+    await engine.close()
+    assert not alive(group)
+
+
+async def test_closing_fails_what_waits_and_leaves_nothing(make):
+    engine = make()
+    futures = engine.submit([Request([5 + i], Sampling(max_tokens=250, temperature=0)) for i in range(3)])
+    await within(WAIT, engine.pause())
+    await asyncio.wait_for(engine.close(), 15)
+    await asyncio.wait_for(engine.close(), 5)
+    for future in (*futures, *engine.submit([Request([5], Sampling())])):
+        with pytest.raises(RuntimeError, match="closed"):
+            await future
+    assert not alive(engine._host.pid) and not engine._host.scratch.exists()
