@@ -1,6 +1,5 @@
 """CodeExecAgent: CodeExec as a program that uses Anthropic's SDK and owns its loop."""
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -42,15 +41,15 @@ class CodeExecAgent(ChatAgent):
         """The task of an index."""
         return self._exercises.task(index)
 
-    async def run(self, ctx: AgentContext) -> Result:
+    def run(self, ctx: AgentContext) -> Result:
         """Asks for a program, runs it, and tells what came of it."""
         client = ctx.anthropic()
         messages: list[Any] = self._exercises.opening(ctx.task)
         system = {"system": messages.pop(0)["content"]} if messages[0]["role"] == "system" else {}
         for _ in range(ctx.max_turns or _TURNS):
-            reply = await client.messages.create(model=ctx.model, max_tokens=_MAX_TOKENS, messages=messages, **system)
+            reply = client.messages.create(model=ctx.model, max_tokens=_MAX_TOKENS, messages=messages, **system)
             text = "".join(block.text for block in reply.content if block.type == "text")
-            verdict = await asyncio.to_thread(self._exercises.assess, ctx.task, text)
+            verdict = self._exercises.assess(ctx.task, text)
             ctx.report(info={"outcome": verdict.outcome})
             if verdict.outcome == "passed":
                 return Result(reward=1.0)

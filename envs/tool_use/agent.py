@@ -41,7 +41,7 @@ class ToolUseAgent(ChatAgent):
     tools = TOOLS
     presets = {
         "": {"rollout": {"max_tokens": 256}},
-        "tiny": {"rollout": {"max_tokens": 40}},
+        "tiny": {"steps": 30, "rollout": {"max_tokens": 40}},
     }
 
     def __init__(
@@ -59,14 +59,14 @@ class ToolUseAgent(ChatAgent):
         """The task of an index."""
         return self._generator.task(index)
 
-    async def run(self, ctx: AgentContext) -> Result:
+    def run(self, ctx: AgentContext) -> Result:
         """Asks, runs the tools that are called, and asks again, until there is an answer."""
         task: Task = ctx.task
         client = ctx.openai()
         messages: list[Any] = self._opening(task)
         calls = errors = 0
         while True:
-            completion = await client.chat.completions.create(model=ctx.model, messages=messages, tools=ctx.tools)
+            completion = client.chat.completions.create(model=ctx.model, messages=messages, tools=ctx.tools)
             reply = completion.choices[0].message
             ctx.report(info={"tool_calls": calls, "tool_errors": errors})
             if not reply.tool_calls:

@@ -1,6 +1,6 @@
 """Noisy demonstrations: what a small policy is trained on before reinforcement learning, so that it can begin.
 
-About .3 of the conversations are right, .4 make the mistake that is typical of the family, and the rest is anything:
+About .3 of the conversations are right, .45 make the mistake that is typical of the family, and the rest is anything:
 so reinforcement learning has something to find out. All calls in them really ran.
 """
 
@@ -14,7 +14,7 @@ from .tools import COLUMNS, run_tool
 
 __all__ = ["demonstrations"]
 
-_RIGHT, _WRONG = 0.3, 0.4
+_RIGHT, _WRONG = 0.3, 0.45
 
 
 def demonstrations(
@@ -46,14 +46,14 @@ def _play(task: Task, *calls: ToolCall) -> list[Message]:
         messages.append(_calls(call, number))
         result = run_tool(call.name, call.arguments, task.table)
         messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": result})
-    return [*messages, _says("I do not know." if result.startswith("Error") else f"The answer is {result}.")]
+    return [*messages, _says("I do not know." if result.startswith("Error") else result)]
 
 
 def _junk(task: Task, rng: random.Random) -> list[Message]:
     number = rng.randint(2, 99)
     match rng.randrange(5):
         case 0:
-            return [_says(f"The answer is {number}.")]
+            return [_says(str(number))]
         case 1:
             return _play(task, calculation(f"{number}{rng.choice('+-*')}{rng.randint(2, 99)}"))
         case 2:

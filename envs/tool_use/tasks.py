@@ -18,12 +18,8 @@ __all__ = ["DEFAULT_FAMILIES", "FAMILIES", "SPLITS", "Generator", "Task", "ToolC
 
 SPLITS = ("train", "test")
 _TEST_ONE_IN = 5
-_ITEMS = (
-    "apple bag ball bell belt boat book boot bowl box bread brush cake candle chair clock cloth coat coin comb cup "
-    "desk door drum fan flag fork glass glove gold hat iron jar key kite knife lamp lock map mask milk nail oil paint "
-    "pan paper pen pipe plate pot ring rope rug salt saw scarf shoe soap sock spoon stamp stone sugar table tea tent "
-    "tool towel toy tray tree vase wheel whip wine wool"
-).split()
+_COLORS = "black blue brown gray green orange pink red white yellow".split()
+_THINGS = "bag ball boat book bowl box chair clock coat cup desk door flag hat key kite lamp map rope shoe".split()
 _ITEMS_IN_TABLE = 4
 
 
@@ -147,20 +143,23 @@ def _worth(rng: random.Random, difficulty: int) -> Task:
 
 
 def _table(rng: random.Random, difficulty: int) -> Table:
-    def number() -> int:
-        return rng.randint(10**difficulty, 10 ** (difficulty + 1) - 1)
-
-    return {item: {column: number() for column in COLUMNS} for item in rng.sample(_ITEMS, _ITEMS_IN_TABLE)}
+    """Prices as long as the numbers of questions, and others twice as long."""
+    digits = {column: difficulty + 1 if column == "price" else 2 * (difficulty + 1) for column in COLUMNS}
+    items = [f"{rng.choice(_COLORS)} {thing}" for thing in rng.sample(_THINGS, _ITEMS_IN_TABLE)]
+    return {
+        item: {column: rng.randint(10 ** (digits[column] - 1), 10 ** digits[column] - 1) for column in COLUMNS}
+        for item in items
+    }
 
 
 FAMILIES: dict[str, Family] = {
     "times": _arithmetic("What is {a} times {b}?", "{a}*{b}", "{a}+{b}"),
-    "square": _arithmetic("What is the square of {a}?", "{a}**2", "{a}*2"),
+    "square": _arithmetic("What is the square of {a}?", "{a}**2", "{a}**3"),
     "fence": _arithmetic("How long is a fence around {a} by {b} meters?", "2*({a}+{b})", "{a}*{b}"),
-    "boxes": _arithmetic("How much is {a} boxes of {b}, and {c} more?", "{a}*{b}+{c}", "{a}+{b}+{c}"),
-    "price": _looked_up('What does "{}" cost?', "price", "stock"),
+    "boxes": _arithmetic("How much is {a} boxes of {b}, and {c} more?", "{a}*{b}+{c}", "{a}*({b}+{c})"),
+    "price": _looked_up('What does "{}" cost?', "price", "weight"),
     "stock": _looked_up('How many of "{}" are there?', "stock", "price"),
-    "weight": _looked_up('How heavy is "{}"?', "weight", "price"),
+    "weight": _looked_up('How heavy is "{}"?', "weight", "stock"),
     "cost": _cost,
     "worth": _worth,
 }

@@ -81,8 +81,7 @@ class TestDemonstrations:
     def test_mistakes_are_likelier_than_right_answers(self, conversations):
         squares = [c for c in conversations if "square" in c[0]["content"]]
         first = [c[1]["tool_calls"][0]["function"]["arguments"] for c in squares if c[1].get("tool_calls")]
-        right = sum('**2"' in arguments for arguments in first)
-        wrong = sum('*2"' in arguments for arguments in first) - right
+        right, wrong = (sum(power in arguments for arguments in first) for power in ("**2", "**3"))
         assert 0.15 < right / len(squares) < wrong / len(squares) < 0.6
 
     def test_all_end_with_words_of_the_assistant(self, conversations):
