@@ -14,6 +14,7 @@ from ..messages import Message, text_of
 from .anthropic_messages_request import INVALID_JSON, NO_THREADS, input_of, parse_request
 from .errors import Kind, WireError
 from .exchange import Completion, Event, Memory, Parsed, Reply
+from .replies import pieces
 
 ERROR_TYPES: dict[Kind, str] = {
     "invalid_request": "invalid_request_error",
@@ -29,9 +30,6 @@ ERROR_TYPES: dict[Kind, str] = {
 
 SIGNATURE = "unsigned"
 """Of thinking blocks; it is not checked. Not empty, as some clients send back only thinking that is signed."""
-
-_PIECES = 4
-"""Deltas in which a block is streamed, at most."""
 
 
 class AnthropicMessages:
@@ -140,30 +138,22 @@ def _blocks(message: Message) -> Iterator[dict[str, Any]]:
     for call in calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         value = input_of(arguments)
-        yield {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": name,
-            "input": {INVALID_JSON: arguments} if value is None else value,
-        }
+        given = {INVALID_JSON: arguments} if value is None else value
+        yield {"type": "tool_use", "id": call["id"], "name": name, "input": given}
 
 
 def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A block as it begins, and the deltas that fill it."""
-    if block["type"] == "text":
-        deltas = [{"type": "text_delta", "text": piece} for piece in _pieces(block["text"])]
+    kind = block["type"]
+    if kind == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(text, 4, 1)]
+        return {**block, "input": {}}, deltas
+    deltas = [{"type": f"{kind}_delta", kind: piece} for piece in pieces(block[kind], 4, 1)]
+    if kind == "text":
         return {**block, "text": ""}, deltas
-    if block["type"] == "thinking":
-        deltas = [{"type": "thinking_delta", "thinking": piece} for piece in _pieces(block["thinking"])]
-        signed = {"type": "signature_delta", "signature": block["signature"]}
-        return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
-    pieces = _pieces(json.dumps(block["input"], ensure_ascii=False))
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": piece} for piece in pieces]
-
-
-def _pieces(text: str) -> list[str]:
-    size = max(1, -(-len(text) // _PIECES))
-    return [text[start : start + size] for start in range(0, len(text), size)]
+    signed = {"type": "signature_delta", "signature": block["signature"]}
+    return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
 
 
 def _event(name: str, **data: Any) -> Event:

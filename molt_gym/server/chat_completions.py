@@ -22,38 +22,25 @@ from ..messages import Message, text_of
 from . import parts
 from .errors import WireError
 from .exchange import Call, Completion, Event, Memory, Options, Parsed, Reply, Token
-from .fields import Count, Field, Filled, Temperature, TopP, field, messages_of, read, refuse
+from .fields import Count, Field, Filled, Temperature, TopP, messages_of, read, refuse
 from .replies import openai_error, openai_logprob, pieces
 
-_FREE = "the run decides how is sampled, and nothing else can be done with the reply; leave it out"
+_FREE = "the run decides how is sampled, and nothing else can be made of a reply; leave it out"
 _OLD = "is deprecated; write tools and tool_choice instead"
-REFUSED: dict[str, tuple[Any, str]] = {
-    "response_format": ({"type": "text"}, _FREE),
-    "frequency_penalty": (0, _FREE),
-    "presence_penalty": (0, _FREE),
-    "repetition_penalty": (1, _FREE),
-    "logit_bias": ({}, _FREE),
-    "top_logprobs": (0, "only the sampled token's is known; leave it out"),
-    "min_p": (0, _FREE),
-    "min_tokens": (0, _FREE),
-    "ignore_eos": (False, _FREE),
-    "modalities": (["text"], _FREE),
-    "audio": (None, _FREE),
-    "functions": ([], _OLD),
-    "function_call": (None, _OLD),
-    "web_search_options": (None, _FREE),
-    "moderation": (None, _FREE),
-    "structured_outputs": (None, _FREE),
-    "chat_template": (None, _FREE),
-    "chat_template_kwargs": ({}, _FREE),
-    "continue_final_message": (False, _FREE),
-    "add_generation_prompt": (True, _FREE),
-    "echo": (False, _FREE),
+_NEUTRAL: dict[str, Any] = {
+    "response_format": {"type": "text"}, "modalities": ["text"], "audio": None, "web_search_options": None,
+    "moderation": None, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0,
+    # of vLLM
+    "repetition_penalty": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False, "structured_outputs": None,
+    "chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "add_generation_prompt": True,
+    "echo": False,
 }
+REFUSED = {name: (value, _FREE) for name, value in _NEUTRAL.items()} | {
+    "functions": ([], _OLD), "function_call": (None, _OLD)}
 """Fields that change what is sampled, shown or rendered, and the values besides null that leave it as it is."""
 
 
-class _StreamOptions(msgspec.Struct):
+class _StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
@@ -72,7 +59,8 @@ class _Request(msgspec.Struct):
     logprobs: bool = False
     parallel_tool_calls: bool = True
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: _StreamOptions = _StreamOptions()
+    tool_choice: str | dict[str, Any] = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,32 +79,21 @@ class ChatCompletions:
         asked = read(fields, _Request)
         caps = [cap for cap in (asked.max_tokens, asked.max_completion_tokens) if cap is not None]
         options = Options(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=None if asked.top_k is None else max(asked.top_k, 0),
-            max_tokens=min(caps, default=None),
-            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-            seed=asked.seed,
-            logprobs=asked.logprobs,
-        )
+            temperature=asked.temperature, top_p=asked.top_p, max_tokens=min(caps, default=None),
+            top_k=None if asked.top_k is None else max(asked.top_k, 0), seed=asked.seed, logprobs=asked.logprobs,
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop))
         limit = None if asked.parallel_tool_calls else Field("parallel_tool_calls", False)
-        tools = parts.tools_of(fields, memory, _tool)
-        offered = parts.callable_tools(tools, field(fields, "tool_choice"), ("required",), limit)
-        call = Call(messages_of(fields, memory, _message), offered, options, asked.n, asked.model)
-        usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return ParsedChat(call, asked.stream, usage)
+        choice = Field("tool_choice", asked.tool_choice)
+        tools = parts.offered_tools(fields, memory, _tool, choice, ("required",), limit)
+        call = Call(messages_of(fields, memory, _message), tools, options, asked.n, asked.model)
+        return ParsedChat(call, asked.stream, bool(asked.stream_options.include_usage))
 
     def reply(self, parsed: ParsedChat, completion: Completion, memory: Memory) -> dict[str, Any]:
         """See `Wire.reply`."""
         choices = [
-            {
-                "index": index,
-                "message": _reply_message(reply),
-                "logprobs": _logprobs(reply.tokens),
-                "finish_reason": reply.finish_reason,
-            }
-            for index, reply in enumerate(completion.replies)
-        ]
+            {"index": index, "message": _reply_message(reply), "logprobs": _logprobs(reply.tokens),
+             "finish_reason": reply.finish_reason}
+            for index, reply in enumerate(completion.replies)]
         return _head("chat.completion", parsed, completion) | {"choices": choices, "usage": _usage(completion.replies)}
 
     def events(self, parsed: ParsedChat, completion: Completion, memory: Memory) -> Iterator[Event]:
@@ -158,10 +135,8 @@ def _message(message: Field) -> list[Message]:
         raise message["role"].invalid("system, developer, user, assistant or tool")
     if message.value.get("tool_calls"):
         raise message["tool_calls"].invalid(f"nothing; only an assistant message calls tools, this one is a {role}'s")
-    if role != "tool":
-        return [{"role": role, "content": _content(message, role)} | _name(message)]
-    call = message.filled("tool_call_id")
-    return [{"role": "tool", "content": _content(message, role), "tool_call_id": call} | _name(message)]
+    call = {"tool_call_id": message.filled("tool_call_id")} if role == "tool" else {}
+    return [{"role": role, "content": _content(message, role)} | call | _name(message)]
 
 
 def _assistant(message: Field) -> Message:
@@ -208,24 +183,15 @@ def _part(part: Field, role: str) -> dict[str, Any]:
 
 
 def _head(kind: str, parsed: ParsedChat, completion: Completion) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{completion.id}",
-        "object": kind,
-        "created": completion.created,
-        "model": parsed.call.model,
-    }
+    identifier = f"chatcmpl-{completion.id}"
+    return {"id": identifier, "object": kind, "created": completion.created, "model": parsed.call.model}
 
 
 def _reply_message(reply: Reply) -> dict[str, Any]:
-    text, calls = text_of(reply.message), reply.message.get("tool_calls")
-    message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
-    if reply.message.get("reasoning_content"):
-        message["reasoning_content"] = reply.message["reasoning_content"]
-    if calls:
-        message["tool_calls"] = [
-            parts.call_of(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
-        ]
-    return message
+    text, functions = text_of(reply.message), reply.message.get("tool_calls") or ()
+    calls = [parts.call_of(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in functions]
+    content = None if calls and not text else text
+    return parts.assistant(content, reply.message.get("reasoning_content"), calls) | {"refusal": None}
 
 
 def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:

@@ -104,8 +104,6 @@ def field(fields: Fields, name: str) -> Field:
 def read(fields: Fields, kind: type[T]) -> T:
     """The top-level fields that a msgspec struct names; null stands for its default.
 
-    The struct must not hold Any: nesting would then exhaust the stack.
-
     Raises:
         WireError: a field has not the type, or is not in the range, that the struct says.
     """
@@ -113,11 +111,11 @@ def read(fields: Fields, kind: type[T]) -> T:
     given = {name: value for name in fields if name in known and (value := field(fields, name).value) is not None}
     try:
         return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         what, _, place = str(error).partition(" - at `$.")
-        path = place.rstrip("`").partition("[")[0]
+        path = place.rstrip("`").partition("[")[0] or "body"
         instead = what.partition(", got")[0].replace("Expected", "write").replace(" | null", "")
-        raise invalid(path, f"{show(given[path.partition('.')[0]])}; {instead}") from None
+        raise invalid(path, f"{show(given.get(path.partition('.')[0]))}; {instead}") from None
 
 
 def refuse(fields: Fields, refused: Mapping[str, tuple[Any, str]]) -> None:
@@ -134,13 +132,17 @@ def refuse(fields: Fields, refused: Mapping[str, tuple[Any, str]]) -> None:
                 raise given.unsupported(why)
 
 
-def items_of(fields: Fields, name: str) -> str | list[bytes]:
-    """The items of a list as they were sent, [] for null; or the string that stands in its place."""
+def items_of(fields: Fields, name: str, instead: str) -> str | list[bytes]:
+    """The items of a list as they were sent, [] for null; or the string that stands in its place.
+
+    Args:
+        instead: what to write.
+    """
     try:
         value = _ITEMS.decode(fields.get(name, b"null"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         given = field(fields, name)
-        value = given.value if isinstance(given.value, str) else [encode(item.value) for item in given.each()]
+        value = given.value if isinstance(given.value, str) else [encode(item.value) for item in given.each(instead)]
     return value if isinstance(value, str) else [bytes(item) for item in value or ()]
 
 
@@ -163,9 +165,10 @@ def interned(
 
 def messages_of(fields: Fields, memory: Memory, make: Callable[[Field], list[Message]]) -> list[Message]:
     """The chat messages that the field `messages` spells, at least one."""
-    items = items_of(fields, "messages")
+    instead = "a list of at least one message"
+    items = items_of(fields, "messages", instead)
     if not items or isinstance(items, str):
-        raise field(fields, "messages").invalid("a list of at least one message")
+        raise field(fields, "messages").invalid(instead)
     return list(chain.from_iterable(interned("messages", items, memory, make)))
 
 

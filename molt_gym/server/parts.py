@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Container
 from typing import Any
 
-from ..messages import InternedTools, Message
+from ..messages import Message
 from .errors import WireError, invalid
 from .exchange import Memory
 from .fields import MAX_DEPTH, Field, Fields, is_plain
 
-_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,.", re.IGNORECASE)
+_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[\w+/=\s-]+", re.IGNORECASE | re.ASCII)
 
 
 def text_part(part: Field, name: str = "text") -> dict[str, Any]:
@@ -22,8 +22,8 @@ def image_part(url: Field) -> dict[str, Any]:
     """A part of a content that is an image, given by a data URI."""
     if url.expect(str, "a data URI, 'data:image/png;base64,...'")[:5].lower() != "data:":
         raise url.unsupported("nothing is fetched; write a data URI, 'data:image/png;base64,...'")
-    if not _IMAGE.match(url.value):
-        raise url.invalid("an image in base64, 'data:image/png;base64,...'")
+    if not _IMAGE.fullmatch(url.value):
+        raise url.invalid("an image in base64, as in 'data:image/png;base64,...'")
     return {"type": "image_url", "image_url": {"url": url.value}}
 
 
@@ -55,17 +55,6 @@ def arguments_of(arguments: Field) -> str:
     return json.dumps(_plain(arguments), ensure_ascii=False)
 
 
-def tools_of(fields: Fields, memory: Memory, make: Callable[[Field], dict[str, Any]]) -> InternedTools:
-    """The tools of the field `tools`, read once if they are the same."""
-    def read_tools(value: Any) -> list[dict[str, Any]]:
-        return [] if value is None else [make(tool) for tool in Field("tools", value).each()]
-
-    try:
-        return memory.intern_tools(bytes(fields.get("tools", b"null")), read_tools)
-    except WireError as error:
-        raise error if error.param is not None else invalid("tools", error.message) from None
-
-
 def function_of(function: Field, parameters: str = "parameters") -> dict[str, Any]:
     """A function that is declared, as a tool; `parameters` is the name of the field with its schema."""
     declared = {"name": function.filled("name")}
@@ -77,15 +66,24 @@ def function_of(function: Field, parameters: str = "parameters") -> dict[str, An
     return {"type": "function", "function": declared}
 
 
-def callable_tools(
-    tools: list[dict[str, Any]], choice: Field, forcing: Container[Any], limit: Field | None
+def offered_tools(
+    fields: Fields, memory: Memory, make: Callable[[Field], dict[str, Any]], choice: Field, forcing: Container[Any],
+    limit: Field | None,
 ) -> list[dict[str, Any]]:
     """The tools that may be called.
 
     Args:
+        make: reads a tool of the field `tools`; not asked again for the same tools.
         choice: "auto" (or None), "none", one of `forcing`, or an object that forces a call.
-        limit: the field that limits how many there may be at a time, if one does.
+        limit: the field that limits how many calls there may be at a time, if one does.
     """
+    def read_tools(value: Any) -> list[dict[str, Any]]:
+        return [] if value is None else [make(tool) for tool in Field("tools", value).each()]
+
+    try:
+        tools = memory.intern_tools(bytes(fields.get("tools", b"null")), read_tools)
+    except WireError as error:
+        raise error if error.param is not None else invalid("tools", error.message) from None
     if isinstance(choice.value, dict) or choice.value in forcing:
         raise choice.unsupported("the policy cannot be made to call; write 'auto' or 'none', and only the tools that "
                                  "may be called")

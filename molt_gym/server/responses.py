@@ -13,75 +13,64 @@ summary: reasoning is given as the content of its item, in full), `text.verbosit
 and markup too.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from reprlib import repr as show
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..messages import InternedMessage, Message
-from .errors import Kind, WireError, invalid, unsupported
+from . import parts
+from .errors import WireError
 from .exchange import Call, Completion, Event, Memory, Options, Parsed
-from .json import decode, encode
+from .fields import Count, Field, Fields, Temperature, TopP, items_of, read, refuse, spoken
+from .fields import field as field_of
+from .replies import openai_error, pieces
 from .responses_items import read_items, write_items
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_DEPTH = 64
-"""Levels of a tool's schema; deeper ones would exhaust the stack of whoever writes them."""
-DELTAS = 16
-"""Most deltas of one text in a stream."""
 
-_TYPES: dict[str, Any] = {
-    "include": list[str],
-    "instructions": str,
-    "max_output_tokens": Annotated[int, msgspec.Meta(ge=1)],
-    "max_tool_calls": Annotated[int, msgspec.Meta(ge=1)],
-    "metadata": dict[str, str],
-    "model": str,
-    "parallel_tool_calls": bool,
-    "previous_response_id": str,
-    "prompt_cache_key": str,
-    "prompt_cache_options": dict[str, Any],
-    "reasoning": dict[str, str | None],
-    "safety_identifier": str,
-    "service_tier": str,
-    "store": bool,
-    "stream": bool,
-    "temperature": Annotated[float, msgspec.Meta(ge=0, le=2)],
-    "text": dict[str, Any],
-    "tool_choice": str | dict[str, Any],
-    "top_logprobs": Annotated[int, msgspec.Meta(ge=0, le=20)],
-    "top_p": Annotated[float, msgspec.Meta(gt=0, le=1)],
-    "truncation": Literal["auto", "disabled"],
-    "user": str,
+REFUSED: dict[str, tuple[Any, str]] = {
+    "background": (False, "leave it out and wait for the reply, or stream it"),
+    "context_management": ([], "the conversation is not compacted here; do it in the program"),
+    "conversation": (None, "no conversation is stored; send the items, or previous_response_id"),
+    "moderation": (None, "nothing is moderated; leave it out"),
+    "prompt": (None, "no prompts are stored; send instructions and input"),
+    "top_logprobs": (0, f"only the sampled token's is known; include {LOGPROBS!r}"),
+    "truncation": ("disabled", "nothing is dropped from a conversation here; write 'disabled'"),
 }
+"""Fields that cannot be honoured, and the value besides null that leaves everything as it is."""
 
-_REFUSED = {
-    "background": "leave it out and wait for the reply, or stream it",
-    "context_management": "the conversation is not compacted here; do it in the program",
-    "conversation": "send the items, or previous_response_id",
-    "moderation": "nothing is moderated; leave it out",
-    "prompt": "no prompts are stored; send instructions and input",
-}
 
-_TOOL_FIELDS = (
-    ("name", str, "name"),
-    ("description", str | None, "string"),
-    ("parameters", dict | None, "JSON schema"),
-    ("strict", bool | None, "boolean"),
-)
+class _Echoed(msgspec.Struct):
+    """Fields that the response repeats."""
 
-_INPUT = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    metadata: dict[str, str] = {}
+    model: str = ""
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, str | None] = {}
+    safety_identifier: str | None = None
+    store: bool = True
+    temperature: Temperature | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    top_p: TopP | None = None
+    user: str | None = None
 
-_ERROR_TYPES: dict[Kind, str] = {
-    "authentication": "authentication_error",
-    "rate_limit": "rate_limit_error",
-    "unavailable": "server_error",
-    "internal": "server_error",
-}
+
+class _Request(_Echoed):
+    """All that is read besides input and tools."""
+
+    include: list[str] = []
+    prompt_cache_options: dict[str, Any] = {}
+    stream: bool = False
+    text: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -101,25 +90,19 @@ class Responses:
 
     def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> ParsedResponse:
         """See `Wire.parse`."""
-        _refuse(fields)
-        given = {name: value for name in _TYPES if (value := _field(fields, name)) is not None}
-        conversation = _conversation(fields, given, memory)
-        system = _spoken(memory, "system", fields["instructions"]) if "instructions" in given else []
-        if not conversation:
-            raise invalid("input", "is empty; write a string or a list of at least one item")
-        tools, offered = _tools(fields.get("tools"), memory)
-        if not _may_call(given.get("tool_choice", "auto")):
-            offered = []
-        if offered and given.get("parallel_tool_calls") is False:
-            raise unsupported("parallel_tool_calls", "false; the model may call several tools at once, write true")
+        refuse(fields, REFUSED)
+        asked = read(fields, _Request)
+        _check_nested(asked)
+        conversation = _conversation(fields, asked.previous_response_id, memory)
+        system = [] if asked.instructions is None else spoken(memory, "system", asked.instructions)
+        limit = None if asked.parallel_tool_calls else Field("parallel_tool_calls", False)
+        choice = Field("tool_choice", asked.tool_choice)
+        tools = parts.offered_tools(fields, memory, _tool, choice, ("required",), limit)
         options = Options(
-            temperature=given.get("temperature"),
-            top_p=given.get("top_p"),
-            max_tokens=given.get("max_output_tokens"),
-            logprobs=LOGPROBS in given.get("include", ()),
-        )
-        call = Call([*system, *conversation], offered, options, model=given.get("model", ""))
-        return ParsedResponse(call, given.get("stream", False), conversation, _echo(given, tools))
+            temperature=asked.temperature, top_p=asked.top_p, max_tokens=asked.max_output_tokens,
+            logprobs=LOGPROBS in asked.include)
+        call = Call([*system, *conversation], tools, options, model=asked.model)
+        return ParsedResponse(call, asked.stream, conversation, _echo(asked, field_of(fields, "tools").value or []))
 
     def reply(self, parsed: ParsedResponse, completion: Completion, memory: Memory) -> dict[str, Any]:
         """See `Wire.reply`. The conversation can be continued from then on."""
@@ -163,8 +146,7 @@ class Responses:
 
     def error(self, error: WireError) -> dict[str, Any]:
         """See `Wire.error`."""
-        kind = _ERROR_TYPES.get(error.kind, "invalid_request_error")
-        return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+        return openai_error(error)
 
     def error_events(self, error: WireError) -> Iterator[Event]:
         """See `Wire.error_events`.
@@ -175,137 +157,47 @@ class Responses:
         yield "error", {"type": "error", "sequence_number": 0, **told, **self.error(error)}
 
 
-def _refuse(fields: Mapping[str, msgspec.Raw]) -> None:
-    for name, instead in _REFUSED.items():
-        if name in fields and (value := decode(bytes(fields[name]))):
-            raise unsupported(name, f"{show(value)}; {instead}")
+def _check_nested(asked: _Request) -> None:
+    form = Field("text.format", asked.text.get("format"))
+    if isinstance(form.value, dict) and form.value.get("type") in ("json_object", "json_schema"):
+        raise form.unsupported("nothing constrains decoding; write {'type': 'text'}")
+    if form.value not in (None, {"type": "text"}):
+        raise form.invalid("{'type': 'text'}")
+    if asked.prompt_cache_options.get("prewarm"):
+        raise Field("prompt_cache_options.prewarm", True).unsupported("a request samples a reply; leave it out")
 
 
-def _field(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """The value of a known field, checked as far as it is the business of that field alone; None without one."""
-    if name not in fields:
-        return None
-    value = _converted(name, decode(bytes(fields[name])), _TYPES[name])
-    match name, value:
-        case "truncation", "auto":
-            raise unsupported(name, "'auto'; nothing is dropped from a conversation here, write 'disabled'")
-        case "top_logprobs", int() if value > 0:
-            raise unsupported(name, f"{value}; only the sampled token's is known, include {LOGPROBS!r}")
-        case "prompt_cache_options", {"prewarm": True}:
-            raise unsupported(f"{name}.prewarm", "true; a request samples a reply, leave it out")
-        case "text", {"format": dict() as form} if form.get("type") in ("json_object", "json_schema"):
-            raise unsupported("text.format", f"{form['type']!r}; nothing constrains decoding, write 'text'")
-        case "text", {"format": form} if form is not None and form != {"type": "text"}:
-            raise invalid("text.format", f"{show(form)}; write {{'type': 'text'}}")
-    return value
-
-
-def _converted(name: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind | None)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise invalid(name, f"{show(value)}; {error}") from None
-
-
-def _conversation(fields: Mapping[str, msgspec.Raw], given: dict[str, Any], memory: Memory) -> list[Message]:
+def _conversation(fields: Fields, previous: str | None, memory: Memory) -> list[Message]:
     """What went before, and what is new."""
-    before: list[Message] = []
-    if (previous := given.get("previous_response_id")) is not None:
-        if previous not in memory.responses:
-            raise WireError("not_found", f"previous_response_id: {show(previous)} is no response of this session; send "
-                            "its items", param="previous_response_id", code="previous_response_not_found")
-        before = memory.responses[previous]
-    items = _items(fields.get("input", b"null"))
-    return [*before, *(_spoken(memory, "user", fields["input"]) if items is None else read_items(items, memory))]
+    if previous is not None and previous not in memory.responses:
+        raise WireError("not_found", f"previous_response_id: {show(previous)} is no response of this session; send its "
+                        "items", param="previous_response_id", code="previous_response_not_found")
+    before = [] if previous is None else memory.responses[previous]
+    instead = "a string or a list of at least one item"
+    items = items_of(fields, "input", instead)
+    conversation = [*before, *(spoken(memory, "user", items) if isinstance(items, str) else read_items(items, memory))]
+    if not conversation:
+        raise Field("input", items).invalid(instead)
+    return conversation
 
 
-def _items(raw: bytes | msgspec.Raw) -> list[msgspec.Raw] | None:
-    """The items of an input; None if it is a string."""
-    try:
-        value = _INPUT.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        value = decode(bytes(raw))
-        if isinstance(value, list):
-            value = [msgspec.Raw(encode(item)) for item in value]
-    if not isinstance(value, str | list | None):
-        raise invalid("input", f"{show(value)}; write a string or a list of items")
-    return None if isinstance(value, str) else value or []
+def _tool(tool: Field) -> dict[str, Any]:
+    tool.expect(dict, "{'type': 'function', 'name': ..., 'parameters': ...}")
+    if tool.get("type", str) != "function":
+        raise tool["type"].unsupported("there are no hosted tools; write a tool of type 'function'")
+    if "function" in tool.value:
+        raise tool["name"].invalid("it beside the type, not into 'function'")
+    if tool.value.get("defer_loading"):
+        raise tool["defer_loading"].unsupported("there is no tool search; leave it out")
+    return parts.function_of(tool)
 
 
-def _spoken(memory: Memory, role: str, raw: msgspec.Raw) -> list[Message]:
-    # No item begins with a blank, so that none is taken for this.
-    key = b' ["%b",%b]' % (role.encode(), bytes(raw))
-    return memory.intern(key, lambda said: [{"role": said[0], "content": said[1]}])
-
-
-def _may_call(choice: str | dict[str, Any]) -> bool:
-    if choice in ("auto", "none"):
-        return choice == "auto"
-    if choice == "required" or isinstance(choice, dict):
-        raise unsupported("tool_choice", f"{show(choice)}; no call can be forced and no tool held back, write 'auto' "
-                          "or 'none', and offer only the tools that may be called")
-    raise invalid("tool_choice", f"{show(choice)}; write 'auto' or 'none'")
-
-
-def _tools(raw: msgspec.Raw | None, memory: Memory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tools as the response repeats them, and in the chat form."""
-    if raw is None:
-        return [], []
-
-    def check(declared: Any) -> list[dict[str, Any]]:
-        declared = _converted("tools", declared, list[dict[str, Any]]) or ()
-        return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(declared)]
-
-    tools = memory.intern_tools(bytes(raw), check)
-    # No field begins with a blank, so that the one form is not taken for the other.
-    return tools, memory.intern_tools(b" %b" % bytes(raw), lambda _: map(_chat_tool, tools))
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool as the response repeats it."""
-    kind = tool.get("type")
-    if not isinstance(kind, str):
-        raise invalid(f"{where}.type", f"{show(kind)}; write 'function'")
-    if kind != "function":
-        raise unsupported(f"{where}.type", f"{show(kind)}; there are no hosted tools, write a tool of type 'function'")
-    for key, form, what in _TOOL_FIELDS:
-        if not isinstance(tool.get(key), form) or tool.get(key) == "" and key == "name":
-            hint = "; write it beside the type, not into 'function'" if "function" in tool else ""
-            raise invalid(f"{where}.{key}", f"{show(tool.get(key))} is no {what}{hint}")
-    if tool.get("defer_loading"):
-        raise unsupported(f"{where}.defer_loading", "true; there is no tool search, leave it out")
-    if not _is_plain(tool.get("parameters"), MAX_DEPTH):
-        raise invalid(f"{where}.parameters", f"no finite JSON, or nested deeper than {MAX_DEPTH} levels")
-    return {"type": "function", **{key: tool.get(key) for key, _, _ in _TOOL_FIELDS}}
-
-
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    function = {key: tool[key] for key in ("name", "description") if tool[key] is not None}
-    parameters = tool["parameters"] or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function | {"parameters": parameters}}
-
-
-def _is_plain(value: Any, levels: int) -> bool:
-    if isinstance(value, dict | list):
-        inner = value.values() if isinstance(value, dict) else value
-        return levels > 0 and all(_is_plain(item, levels - 1) for item in inner)
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _echo(given: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    same = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
-            "safety_identifier", "temperature", "top_p", "user")
+def _echo(asked: _Request, tools: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        **{name: given.get(name) for name in same},
+        **{name: getattr(asked, name) for name in _Echoed.__struct_fields__},
         "background": False,
-        "metadata": given.get("metadata", {}),
-        "model": given.get("model", ""),
-        "parallel_tool_calls": given.get("parallel_tool_calls", True),
-        "reasoning": given.get("reasoning", {}),
         "service_tier": "default",
-        "store": given.get("store", True),
         "text": {"format": {"type": "text"}},
-        "tool_choice": given.get("tool_choice", "auto"),
         "tools": tools,
         "top_logprobs": 0,
         "truncation": "disabled",
@@ -319,7 +211,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
     blank = {"status": "in_progress", **({"arguments": ""} if call else {"content": []})}
     yield "response.output_item.added", {"output_index": index, "item": item | blank}
     if call:
-        for piece in _pieces(item["arguments"]):
+        for piece in pieces(item["arguments"]):
             yield "response.function_call_arguments.delta", {**place, "delta": piece}
         whole = {"name": item["name"], "arguments": item["arguments"]}
         yield "response.function_call_arguments.done", {**place, **whole}
@@ -335,12 +227,7 @@ def _part_events(place: dict[str, Any], part: dict[str, Any]) -> Iterator[tuple[
     known = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
     yield "response.content_part.added", {**place, "part": part | {"text": ""} | none}
     # The tokens of a reply do not add up to its text, so they come with the whole of it.
-    for piece in [text] if part.get("logprobs") else _pieces(text):
+    for piece in [text] if part.get("logprobs") else pieces(text):
         yield f"{kind}.delta", {**place, "delta": piece, **known}
     yield f"{kind}.done", {**place, "text": text, **known}
     yield "response.content_part.done", {**place, "part": part}
-
-
-def _pieces(text: str) -> Iterator[str]:
-    size = max(16, -(-len(text) // DELTAS))
-    return (text[at : at + size] for at in range(0, len(text), size))

@@ -4,22 +4,20 @@ Invariants: the items of one reply, sent back, are one assistant message, and th
 was read once costs a look-up when it comes again. Nothing is fetched on behalf of an item.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as show
 from typing import Any
 
-import msgspec
-
 from ..messages import Message
-from .errors import WireError, invalid, unsupported
+from . import parts
+from .errors import WireError
 from .exchange import Memory, Token
+from .fields import Field, interned
+from .replies import openai_logprob
 
-Item = dict[str, Any]
-
-_DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,.", re.IGNORECASE)
 ROLES = ("user", "assistant", "system", "developer")
+Item = dict[str, Any]
 
 
 def write_items(key: str, message: Message, *, tokens: Sequence[Token] | None = None, cut: bool = False) -> list[Item]:
@@ -37,9 +35,11 @@ def write_items(key: str, message: Message, *, tokens: Sequence[Token] | None = 
     calls, content = message.get("tool_calls") or (), message.get("content") or ""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
     if content or not calls or tokens is not None:
-        parts = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts or [""]]
-        parts[0]["logprobs"] = [_logprob(token) for token in tokens or ()]
-        items.append({"id": f"msg_{key}", "type": "message", "role": "assistant", "content": parts})
+        said = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts or [""]]
+        said[0]["logprobs"] = [
+            openai_logprob(token, token.data or token.text.encode("utf-8", "replace")) for token in tokens or ()
+        ]
+        items.append({"id": f"msg_{key}", "type": "message", "role": "assistant", "content": said})
     for index, call in enumerate(calls):
         head = {"id": f"fc_{key}_{index}", "type": "function_call", "call_id": call["id"]}
         items.append(head | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]})
@@ -48,7 +48,7 @@ def write_items(key: str, message: Message, *, tokens: Sequence[Token] | None = 
     return items
 
 
-def read_items(raws: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
+def read_items(items: Sequence[bytes], memory: Memory) -> list[Message]:
     """The messages that input items spell.
 
     Reasoning, text and calls in a row are one assistant message, until one of them cannot belong to it: text after
@@ -59,22 +59,17 @@ def read_items(raws: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
         WireError: names the item.
     """
     entries: list[Message | _Turn] = []
-    index = 0
-
-    def read(item: Any) -> list[Message]:
-        return _read(item, f"input[{index}]", memory)
-
-    for index, raw in enumerate(raws):  # noqa: B007  read by `read`
-        data = bytes(raw)
-        for found in memory.intern(data, read):
-            if "kind" not in found:
-                entries.append(found)
+    read = interned("input", items, memory, lambda item: list(_read(item, memory)))
+    for data, found in zip(items, read, strict=True):
+        for piece in found:
+            if "kind" not in piece:
+                entries.append(piece)
                 continue
-            owner = found["owner"] if f"resp_{found['owner']}" in memory.responses else None
-            turn = _home(entries, found["kind"], owner)
+            owner = piece["owner"] if f"resp_{piece['owner']}" in memory.responses else None
+            turn = _home(entries, piece["kind"], owner)
             if turn is None:
                 entries.append(turn := _Turn())
-            turn.add(data, found, owner)
+            turn.add(data, piece, owner)
     return [entry.message(memory) if isinstance(entry, _Turn) else entry for entry in entries]
 
 
@@ -130,114 +125,74 @@ def _merge(pieces: Sequence[dict[str, Any]]) -> Message:
     return merged
 
 
-def _owner(item: Item) -> str | None:
-    item_id = item.get("id")
+def _owner(item: Field) -> str | None:
+    item_id = item.value.get("id")
     return item_id.split("_")[1] if isinstance(item_id, str) and "_" in item_id else None
 
 
-def _read(item: Any, where: str, memory: Memory) -> list[Message]:
+def _read(item: Field, memory: Memory) -> list[Message]:
     """The message that an item is, or the piece of an assistant's; neither for reasoning that cannot be read."""
-    if not isinstance(item, dict):
-        raise invalid(where, f"{show(item)}; write an item such as {{'role': 'user', 'content': '...'}}")
-    kind = item.get("type")
+    value = item.expect(dict, "an item such as {'role': 'user', 'content': '...'}")
+    kind = value.get("type")
     if kind is None:
-        kind = "message" if "role" in item else "item_reference"
+        kind = "message" if "role" in value else "item_reference"
     match kind:
         case "message":
-            message = _message(item, where)
+            message = _message(item)
             return [_piece(item, "content", message["content"]) if message["role"] == "assistant" else message]
         case "reasoning":
-            text = "\n\n".join(_texts(item, "content", where) or _texts(item, "summary", where))
+            text = "\n\n".join(_texts(item, "content") or _texts(item, "summary"))
             return [_piece(item, "reasoning_content", text)] if text else []
         case "function_call":
-            function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-            call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+            call = parts.call_of(item.get("call_id", str), item.get("name", str), item.get("arguments", str))
             return [_piece(item, "tool_calls", [call])]
         case "function_call_output":
-            content = _content(item.get("output"), f"{where}.output")
-            return [{"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}]
+            content = parts.content_of(item, _part, "output")
+            return [{"role": "tool", "tool_call_id": item.get("call_id", str), "content": content}]
         case "item_reference":
-            return _read(_referenced(item, where, memory), where, memory)
-    if not isinstance(kind, str):
-        raise invalid(f"{where}.type", f"{show(kind)} is no string; write 'message', for one")
-    raise unsupported(f"{where}.type", f"{show(kind)}; write message, function_call, function_call_output or reasoning")
+            return _read(_referenced(item, memory), memory)
+        case str():
+            raise item["type"].unsupported("write message, function_call, function_call_output or reasoning")
+    raise item["type"].invalid("'message', for one")
 
 
-def _piece(item: Item, kind: str, value: Any) -> dict[str, Any]:
+def _piece(item: Field, kind: str, value: Any) -> dict[str, Any]:
     return {"kind": kind, "value": value, "owner": _owner(item)}
 
 
-def _message(item: Item, where: str) -> Message:
-    role = item.get("role")
+def _message(item: Field) -> Message:
+    role = item.value.get("role")
     if role not in ROLES:
-        hint = "; write the output of a tool as an item of type function_call_output" if role == "tool" else ""
-        raise invalid(f"{where}.role", f"{show(role)} is none of {', '.join(ROLES)}{hint}")
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+        raise item["role"].invalid(f"one of {', '.join(ROLES)}; for a tool, an item of type function_call_output")
+    return {"role": role, "content": parts.content_of(item, _part)}
 
 
-def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(where, f"{show(content)}; write a string or a list of parts")
-    parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
-    if not parts:
-        return ""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    match kind:
+def _part(part: Field) -> dict[str, Any]:
+    match part.kind():
         case "input_text" | "output_text":
-            return {"type": "text", "text": _string(part, "text", where)}
+            return parts.text_part(part)
         case "refusal":
-            return {"type": "text", "text": _string(part, "refusal", where)}
+            return parts.text_part(part, "refusal")
         case "input_image":
-            return {"type": "image_url", "image_url": {"url": _image(part, where)}}
+            if part.value.get("file_id") is not None:
+                raise part["file_id"].unsupported("no files are stored; write the image as a data URI in image_url")
+            return parts.image_part(part["image_url"])
         case "input_file" | "input_audio":
-            raise unsupported(f"{where}.type", f"{kind!r}; write the text as input_text")
-    raise invalid(f"{where}.type" if isinstance(part, dict) else where,
-                  f"{show(part)}; write a part such as {{'type': 'input_text', 'text': '...'}}")
+            raise part["type"].unsupported("write the text as input_text")
+    raise part["type"].invalid("'input_text', 'output_text' or 'input_image'")
 
 
-def _image(part: dict[str, Any], where: str) -> str:
-    if part.get("file_id") is not None:
-        raise unsupported(f"{where}.file_id", f"{show(part['file_id'])}; write the image as a data URI in image_url")
-    url = _string(part, "image_url", where)
-    if not _DATA_URI.match(url):
-        raise unsupported(f"{where}.image_url", f"{show(url)}; nothing is fetched, write 'data:image/png;base64,...'")
-    return url
-
-
-def _texts(item: Item, key: str, where: str) -> list[str]:
-    parts = item.get(key)
-    if parts is None:
+def _texts(item: Field, name: str) -> list[str]:
+    if item.value.get(name) is None:
         return []
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise invalid(f"{where}.{key}", f"{show(parts)}; write a list of parts with a text each")
-    return [_string(part, "text", f"{where}.{key}[{index}]") for index, part in enumerate(parts)]
+    return [part.expect(dict) and part.get("text", str) for part in item[name].each()]
 
 
-def _referenced(item: Item, where: str, memory: Memory) -> Item:
-    item_id = _string(item, "id", where)
-    owner = _owner(item)
-    conversation = memory.responses.get(f"resp_{owner}")
-    if owner is not None and conversation is not None:
-        for known in write_items(owner, conversation[-1], tokens=()):
+def _referenced(item: Field, memory: Memory) -> Field:
+    item_id, owner = item.get("id", str), _owner(item)
+    if owner is not None and f"resp_{owner}" in memory.responses:
+        for known in write_items(owner, memory.responses[f"resp_{owner}"][-1], tokens=()):
             if known["id"] == item_id:
-                return known
-    raise WireError("not_found", f"{where}.id: {show(item_id)} is no output item of this session; write the item "
-                    "itself", param=f"{where}.id", code="item_not_found")
-
-
-def _string(item: Item, key: str, where: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise invalid(f"{where}.{key}", f"{show(value)} is no string")
-    return value
-
-
-def _logprob(token: Token) -> dict[str, Any]:
-    data = list(token.text.encode("utf-8", "replace") if token.data is None else token.data)
-    return {"token": token.text, "bytes": data, "logprob": token.logprob, "top_logprobs": []}
+                return Field(item.path, known)
+    raise WireError("not_found", f"{item.path}.id: {show(item_id)} is no output item of this session; write the item "
+                    "itself", param=f"{item.path}.id", code="item_not_found")

@@ -361,7 +361,7 @@ def test_what_a_run_cannot_honour_is_refused(fields, param):
     (answered(tool_use({}, id=3)), "messages[1].content[0].id"),
     (answered(tool_use({}, name=None)), "messages[1].content[0].name"),
     ({"tools": {}}, "tools"),
-    ({"tools": [3]}, "tools"),
+    ({"tools": [3]}, "tools[0]"),
     ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
     ({"tools": [{**ADD, "input_schema": DEEP}]}, "tools[0].input_schema"),
     ({"tools": [{**ADD, "name": None}]}, "tools[0].name"),
