@@ -13,7 +13,7 @@ import msgspec
 from ..messages import Message, text_of
 from .anthropic_messages_request import INVALID_JSON, NO_THREADS, input_of, parse_request
 from .errors import Kind, WireError
-from .exchange import Completion, Event, Memory, Parsed, Reply
+from .exchange import Completion, Event, Memory, Parsed
 from .replies import pieces
 
 ERROR_TYPES: dict[Kind, str] = {
@@ -27,6 +27,8 @@ ERROR_TYPES: dict[Kind, str] = {
     "internal": "api_error",
     "unavailable": "overloaded_error",
 }
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 SIGNATURE = "unsigned"
 """Of thinking blocks; it is not checked. Not empty, as some clients send back only thinking that is signed."""
@@ -66,7 +68,7 @@ class AnthropicMessages:
         A reply without tool calls always has a text block, be it an empty one.
         """
         reply = completion.replies[0]
-        stop_reason = _stop_reason(reply)
+        stop_reason = _STOP_REASONS.get(reply.finish_reason) or ("end_turn" if reply.stop is None else "stop_sequence")
         return {
             "id": f"msg_{completion.id}",
             "type": "message",
@@ -119,14 +121,6 @@ class AnthropicMessages:
     def count(self, tokens: int) -> dict[str, int]:
         """The answer: how many tokens the prompt has, with the header of the next reply."""
         return {"input_tokens": tokens}
-
-
-def _stop_reason(reply: Reply) -> str:
-    if reply.finish_reason == "length":
-        return "max_tokens"
-    if reply.finish_reason == "tool_calls":
-        return "tool_use"
-    return "end_turn" if reply.stop is None else "stop_sequence"
 
 
 def _blocks(message: Message) -> Iterator[dict[str, Any]]:

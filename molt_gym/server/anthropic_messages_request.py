@@ -103,12 +103,11 @@ def _system(system: Field, memory: Memory) -> list[Message]:
 
 
 def _messages(message: Field) -> list[Message]:
-    role = message.expect(dict, _MESSAGE).get("role")
-    content = message["content"]
-    if role not in ("user", "assistant", "system"):
-        raise message.invalid(_MESSAGE)
+    role, content = message.expect(dict, _MESSAGE).get("role"), message["content"]
     if role == "assistant":
         return [_assistant(content)]
+    if role not in ("user", "system"):
+        raise message.invalid(_MESSAGE)
     if content.value is None:
         raise content.invalid("a string or a list of blocks")
     if role == "user":

@@ -41,8 +41,8 @@ class Field:
     value: Any
 
     def __getitem__(self, name: str) -> "Field":
-        """A field of this object; its value is None where it is absent."""
-        return Field(f"{self.path}.{name}", self.value.get(name))
+        """A field of this value, which must be an object; None where it is absent."""
+        return Field(f"{self.path}.{name}", self.expect(dict).get(name))
 
     def invalid(self, instead: str) -> WireError:
         """The error that the value is wrong; `instead` says what to write."""
@@ -59,16 +59,16 @@ class Field:
         return self.value
 
     def get(self, name: str, kind: type[T]) -> T:
-        """The value of a field of this object, in the same way."""
-        value = self.value.get(name)
+        """The value of a field, in the same way."""
+        value = self.expect(dict).get(name)
         return value if isinstance(value, kind) else self[name].expect(kind)
 
     def optional(self, name: str, kind: type[T]) -> T | None:
         """The same, or None."""
-        return None if self.value.get(name) is None else self.get(name, kind)
+        return None if self.expect(dict).get(name) is None else self.get(name, kind)
 
     def filled(self, name: str) -> str:
-        """The value of a field of this object, which must be a string and not empty."""
+        """The value of a field, which must be a string and not empty."""
         if not self.get(name, str):
             raise self[name].invalid("a string that is not empty")
         return self.value[name]

@@ -49,19 +49,15 @@ class _Echoed(msgspec.Struct):
 
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    max_tool_calls: Count | None = None
     metadata: dict[str, str] = {}
     model: str = ""
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    prompt_cache_key: str | None = None
     reasoning: dict[str, str | None] = {}
-    safety_identifier: str | None = None
     store: bool = True
     temperature: Temperature | None = None
     tool_choice: str | dict[str, Any] = "auto"
     top_p: TopP | None = None
-    user: str | None = None
 
 
 class _Request(_Echoed):

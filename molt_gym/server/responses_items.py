@@ -37,8 +37,7 @@ def write_items(key: str, message: Message, *, tokens: Sequence[Token] | None = 
     if content or not calls or tokens is not None:
         said = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts or [""]]
         said[0]["logprobs"] = [
-            openai_logprob(token, token.data or token.text.encode("utf-8", "replace")) for token in tokens or ()
-        ]
+            openai_logprob(token, token.data or token.text.encode("utf-8", "replace")) for token in tokens or ()]
         items.append({"id": f"msg_{key}", "type": "message", "role": "assistant", "content": said})
     for index, call in enumerate(calls):
         head = {"id": f"fc_{key}_{index}", "type": "function_call", "call_id": call["id"]}
@@ -82,26 +81,29 @@ class _Turn:
     """
 
     data: list[bytes] = field(default_factory=list)
-    pieces: list[dict[str, Any]] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
+    merged: Message = field(default_factory=dict)
     owner: str | None = None
 
     def takes(self, kind: str, owner: str | None) -> bool:
         if owner and self.owner and owner != self.owner:
             return False
         if kind == "reasoning_content":
-            return self.kinds == {kind}
-        return kind == "tool_calls" or kind not in self.kinds
+            return self.merged.keys() == {kind}
+        return kind == "tool_calls" or kind not in self.merged
 
     def add(self, data: bytes, piece: dict[str, Any], owner: str | None) -> None:
         self.data.append(data)
-        self.pieces.append(piece)
-        self.kinds.add(piece["kind"])
         self.owner = self.owner or owner
+        kind, value = piece["kind"], piece["value"]
+        if kind == "tool_calls":
+            self.merged.setdefault(kind, []).extend(value)
+        else:
+            self.merged[kind] = f"{self.merged[kind]}\n\n{value}" if kind in self.merged else value
 
     def message(self, memory: Memory) -> Message:
         # No item begins with a blank, so that no item is taken for the items of a turn.
-        return memory.intern(b" [%b]" % b",".join(self.data), lambda _: [_merge(self.pieces)])[0]
+        key = b" [%b]" % b",".join(self.data)
+        return memory.intern(key, lambda _: [{"role": "assistant", "content": "", **self.merged}])[0]
 
 
 def _home(entries: Sequence[Message | _Turn], kind: str, owner: str | None) -> _Turn | None:
@@ -112,17 +114,6 @@ def _home(entries: Sequence[Message | _Turn], kind: str, owner: str | None) -> _
         if owner is None or entry["role"] != "tool":
             break
     return None
-
-
-def _merge(pieces: Sequence[dict[str, Any]]) -> Message:
-    merged: Message = {"role": "assistant", "content": ""}
-    for piece in pieces:
-        kind, value = piece["kind"], piece["value"]
-        if kind == "content" or kind not in merged:
-            merged[kind] = value
-        else:
-            merged[kind] = merged[kind] + value if kind == "tool_calls" else f"{merged[kind]}\n\n{value}"
-    return merged
 
 
 def _owner(item: Field) -> str | None:
@@ -138,8 +129,11 @@ def _read(item: Field, memory: Memory) -> list[Message]:
         kind = "message" if "role" in value else "item_reference"
     match kind:
         case "message":
-            message = _message(item)
-            return [_piece(item, "content", message["content"]) if message["role"] == "assistant" else message]
+            role = value.get("role")
+            if role not in ROLES:
+                raise item["role"].invalid(f"{', '.join(ROLES)}, or for a tool an item of type function_call_output")
+            content = parts.content_of(item, _part)
+            return [_piece(item, "content", content) if role == "assistant" else {"role": role, "content": content}]
         case "reasoning":
             text = "\n\n".join(_texts(item, "content") or _texts(item, "summary"))
             return [_piece(item, "reasoning_content", text)] if text else []
@@ -160,19 +154,10 @@ def _piece(item: Field, kind: str, value: Any) -> dict[str, Any]:
     return {"kind": kind, "value": value, "owner": _owner(item)}
 
 
-def _message(item: Field) -> Message:
-    role = item.value.get("role")
-    if role not in ROLES:
-        raise item["role"].invalid(f"one of {', '.join(ROLES)}; for a tool, an item of type function_call_output")
-    return {"role": role, "content": parts.content_of(item, _part)}
-
-
 def _part(part: Field) -> dict[str, Any]:
     match part.kind():
-        case "input_text" | "output_text":
-            return parts.text_part(part)
-        case "refusal":
-            return parts.text_part(part, "refusal")
+        case "input_text" | "output_text" | "refusal" as kind:
+            return parts.text_part(part, "refusal" if kind == "refusal" else "text")
         case "input_image":
             if part.value.get("file_id") is not None:
                 raise part["file_id"].unsupported("no files are stored; write the image as a data URI in image_url")
@@ -183,9 +168,7 @@ def _part(part: Field) -> dict[str, Any]:
 
 
 def _texts(item: Field, name: str) -> list[str]:
-    if item.value.get(name) is None:
-        return []
-    return [part.expect(dict) and part.get("text", str) for part in item[name].each()]
+    return [part.get("text", str) for part in item[name].each()] if item.value.get(name) is not None else []
 
 
 def _referenced(item: Field, memory: Memory) -> Field:

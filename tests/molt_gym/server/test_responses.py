@@ -213,6 +213,8 @@ WRONG = [
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary"),
+    ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary[0]"),
+    ({"input": [{"type": "reasoning", "summary": [{}]}]}, "input[0].summary[0].text"),
     ({"input": [{"type": 3}]}, "input[0].type"),
     ({"instructions": ["x"]}, "instructions"),
     ({"temperature": 3}, "temperature"),
