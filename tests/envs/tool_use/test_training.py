@@ -1,18 +1,15 @@
 import pytest
 
 import molt_gym
-from molt_gym.trainers.models import tiny
 
 
 @pytest.mark.slow
 def test_a_tiny_policy_learns_to_use_the_tools(monkeypatch, tmp_path):
     monkeypatch.setenv("MOLT_GYM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tiny, "_STEPS", 150)
-    result = molt_gym.train(
-        "ToolUse-v0", "tiny", out=tmp_path / "run", steps=10, env_kwargs={"families": ["square", "stock"]},
-        rollout={"groups_per_step": 8}, eval={"episodes": 32},
-    )
-    before, after = (line["eval/ToolUse-v0/pass_at_1"] for line in (result.metrics[0], result.metrics[-1]))
-    assert after > before + 0.3
+    result = molt_gym.train("ToolUse-v0", "tiny", out=tmp_path / "run", steps=10, eval={"before": False})
     steps = [line for line in result.metrics if "reward/mean" in line]
+    first, last = (sum(line["reward/mean"] for line in part) / 2 for part in (steps[:2], steps[-2:]))
+    assert last > first + 0.2
+    assert result.metrics[-1]["eval/ToolUse-v0/pass_at_1"] > 0.5
     assert all(line["rollout/fork_rate"] == 0 and line["rollout/tool_calls_mean"] > 0.5 for line in steps)
+    assert not any("failed" in name for line in steps for name in line)
