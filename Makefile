@@ -2,7 +2,8 @@
 #
 #   make train                             learn CodeExec-v0 on this machine
 #   make train ARGS="--model tiny"         any words that `molt-gym train ENV` takes
-#   make test                              lint and all tests; TESTS=tests/envs for some
+#   make engines                           add vLLM and Ray; then also ARGS="--engine vllm"
+#   make test                              lint and all tests, engines included; TESTS=tests/envs for some
 #
 # On a machine with GPUs, make an environment of your own with the torch build that fits its driver and
 # `pip install -e .` instead: the lock is for CPUs.
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test lint setup sandbox clean
+.PHONY: help train test lint setup engines sandbox clean
 
 VENV := .venv
 ENV := CodeExec-v0
@@ -29,13 +30,15 @@ help:
 train: setup sandbox
 	$(BIN)/molt-gym train $(ENV) $(ARGS)
 
-test: lint sandbox
+test: lint engines sandbox
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check .
 
 setup: $(VENV)/.ready
+
+engines: setup $(VENV)/.engines
 
 # The code is left uncompiled: that saves more time here than the first imports cost later.
 $(VENV)/.locked: cpu.lock
@@ -47,6 +50,11 @@ $(VENV)/.locked: cpu.lock
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "This torch is a CUDA build: fetching the libraries that it loads, 2.5 GB more"; \
 		$(PIP) -c cpu.lock torch; }
+	@touch $@
+
+$(VENV)/.engines: $(VENV)/.locked cpu-engines.lock
+	@echo "Adding vLLM and Ray to $(VENV): some 350 MB to fetch, 1.3 GB on disk"
+	@$(PIP) --no-deps -r cpu-engines.lock
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.locked pyproject.toml

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -234,6 +235,27 @@ def test_text_on_the_command_line_cannot_smuggle_in_other_options():
 def test_a_command_line_that_makes_no_sense_is_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_cli(words)
+
+
+@pytest.mark.parametrize("words", [["--engine", "vllm"], ["--rollout.engine", "vllm"], ["--rollout.engine=vllm"]])
+def test_the_engine_is_a_word_and_its_arguments_are_a_table(words):
+    config = load_config("X-v0", overrides=parse_cli([*words, "--rollout.engine-args.gpu-memory-utilization", "0.5"]))
+    assert config.rollout.engine == "vllm"
+    assert config.rollout.engine_args == {"gpu_memory_utilization": 0.5}
+    assert load_config("X-v0", overrides={"engine": "vllm"}).rollout.engine == "vllm"
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    ({"engine": "sglang"}, "rollout.engine .*: got 'sglang'.*write 'transformers' or 'vllm'"),
+    ({"engine": "vllm", "rollout.engine_args.max_model_len": 9},
+     "rollout.engine_args.max_model_len: is set by the run itself; write rollout.max_context instead"),
+    ({"engine": "vllm", "rollout.engine_args": {"logprobs_mode": "raw_logits"}},
+     "rollout.engine_args.logprobs_mode: is set by the run itself; leave it out"),
+    ({"rollout.engine_args.block_size": 64}, "rollout.engine_args: block_size with rollout.engine = 'transformers'"),
+    ({"engine": "vllm", "rollout.temperature": 0.005}, "rollout.temperature: 0.005 with rollout.engine = 'vllm'"),
+])
+def test_what_an_engine_does_not_take_is_refused(overrides, message):
+    assert re.search(message, refusal(overrides=overrides))
 
 
 def test_the_help_explains_every_option():

@@ -24,7 +24,7 @@ from molt_gym.errors import RunFailed
 
 from .vllm_spec import HostSpec, environment
 
-_CORE_ERROR = re.compile(r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR [^\]]*\] ?(.*\S.*)")
+_CORE_ERROR = re.compile(r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR [^\]]*\]\s*(\S.*)")
 
 LAST_LINES = 15
 """Of the log, in errors."""
@@ -128,7 +128,12 @@ class HostProcess:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"({error})"
-        lines = text.splitlines()
-        # What vLLM's own process died of is above what that made its client say.
-        errors = [match[1] for line in lines if (match := _CORE_ERROR.match(line))]
-        return "\n".join((errors or lines)[-LAST_LINES:])
+        return telling(text)
+
+
+def telling(log: str) -> str:
+    """The lines that tell what went wrong: the last errors of vLLM's own processes, or the end of the log."""
+    lines = log.splitlines()
+    # What they died of is above what that made their client say.
+    errors = [match[1] for line in lines if (match := _CORE_ERROR.match(line))]
+    return "\n".join((errors or lines)[-LAST_LINES:])

@@ -1,5 +1,7 @@
 """Learning with vLLM as the sampler, from the command line's words to the model that comes out."""
 
+import os
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +13,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, re
 
 
 def test_a_tiny_model_learns_to_write_code(tmp_path: Path):
-    result = molt_gym.train("CodeExec-v0", "tiny", out=tmp_path / "run", steps=20, engine="vllm", seed=1,
+    result = molt_gym.train("CodeExec-v0", "tiny", out=tmp_path / "run", steps=10, engine="vllm", seed=1,
                             rollout__dtype="float32", actor__dtype="float32")
     scores = [line["eval/CodeExec-v0/pass_at_1"] for line in result.metrics if "eval/when" in line]
-    assert scores[-1] >= 0.8 and scores[-1] - scores[0] >= 0.4
+    assert scores[-1] >= 0.6 and scores[-1] - scores[0] >= 0.4
     steps = [line for line in result.metrics if "time/step" in line]
-    assert len(steps) == 20
+    assert len(steps) == 10
     assert all(line["mismatch/abs_diff_mean"] < 1e-5 for line in steps)
+    children = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    assert "vllm" not in children.stdout
