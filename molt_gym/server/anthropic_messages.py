@@ -144,10 +144,8 @@ def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
         deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(text, 4, 1)]
         return {**block, "input": {}}, deltas
     deltas = [{"type": f"{kind}_delta", kind: piece} for piece in pieces(block[kind], 4, 1)]
-    if kind == "text":
-        return {**block, "text": ""}, deltas
-    signed = {"type": "signature_delta", "signature": block["signature"]}
-    return {**block, "thinking": "", "signature": ""}, [*deltas, signed]
+    signed = [{"type": "signature_delta", "signature": SIGNATURE}] if kind == "thinking" else []
+    return block | {name: "" for name in (kind, "signature") if name in block}, deltas + signed
 
 
 def _event(name: str, **data: Any) -> Event:

@@ -25,11 +25,11 @@ INVALID_JSON = "INVALID_JSON"
 NO_THREADS = "thread_unsupported_request"
 """Code of the refusal upon which SDKs send the whole conversation instead of what is new in it."""
 
-_FORMAT = "output cannot be constrained while a policy is trained; ask for the format in a message"
+_FORMAT = "nothing constrains decoding, ask for the format in a message"
 REFUSED: dict[str, tuple[Any, str]] = {
-    "compaction": (None, "is done by the provider; compact the conversation in the agent"),
-    "container": (None, "is run by the provider; leave it out"),
-    "mcp_servers": ([], "are called by the provider; call them in the agent and declare their tools in tools"),
+    "compaction": (None, "it is done by the provider, compact the conversation in the agent"),
+    "container": (None, "it is run by the provider, leave it out"),
+    "mcp_servers": ([], "the provider calls them; call them in the agent and declare their tools in tools"),
     "output_format": (None, _FORMAT),
 }
 """Fields that cannot be honoured, and the value besides null that leaves everything as it is."""
@@ -61,7 +61,7 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
         WireError: a field is missing, wrong or cannot be honoured.
     """
     if (thread := field(fields, "thread")).value is not None:
-        told = thread.unsupported("no conversation is held here; leave it out and send the whole conversation")
+        told = thread.unsupported("no conversation is held here, leave it out and send the whole conversation")
         raise WireError(told.kind, told.message, param="thread", code=NO_THREADS)
     refuse(fields, REFUSED)
     asked = read(fields, _Request)
@@ -78,10 +78,9 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
     if messages[-1]["role"] == "assistant" and not counting:
         raise unsupported("messages", "the last one is the assistant's, and a reply cannot begin with text that the "
                           "policy did not sample; end with a user message")
-    choice = Field("tool_choice", asked.tool_choice)
-    limit = choice["disable_parallel_tool_use"]
-    forcing = ("any", "tool")
-    tools = parts.offered_tools(fields, memory, _tool, choice["type"], forcing, limit if limit.value else None)
+    choice, forcing = Field("tool_choice", asked.tool_choice), ("any", "tool")
+    limit = choice["disable_parallel_tool_use"] if asked.tool_choice.get("disable_parallel_tool_use") else None
+    tools = parts.offered_tools(fields, memory, _tool, choice["type"], forcing, limit)
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise invalid("tools", "two of them have the same name; write each once")
     call = Call([*_system(field(fields, "system"), memory), *messages], tools, options, model=asked.model)
@@ -90,8 +89,7 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
 
 def _tool(tool: Field) -> dict[str, Any]:
     if tool.expect(dict).get("type") not in (None, "custom"):
-        raise tool["type"].unsupported("is a tool of the provider; declare a custom one with name, description and "
-                                       "input_schema")
+        raise tool["type"].unsupported("the provider runs it, declare one with name, description and input_schema")
     tool.get("input_schema", dict)
     return parts.function_of(tool, "input_schema")
 
@@ -117,11 +115,12 @@ def _messages(message: Field) -> list[Message]:
 
 def _blocks(content: Field, *known: str) -> Iterator[tuple[str, Field]]:
     """Type and block, for each."""
-    blocks = [{"type": "text", "text": content.value}] if isinstance(content.value, str) else content.value or []
+    value = [] if content.value is None else content.value
+    blocks = [{"type": "text", "text": value}] if isinstance(value, str) else value
     for block in Field(content.path, blocks).each("a string or a list of blocks"):
         kind = block.kind()
         if kind not in known:
-            raise block["type"].unsupported(f"is not available here; write only {', '.join(known)}")
+            raise block["type"].unsupported(f"here write only {', '.join(known)}")
         yield kind, block
 
 
@@ -155,7 +154,7 @@ def _part(kind: str, block: Field) -> dict[str, Any]:
     if form == "url" and source.get("url", str).startswith("data:"):
         return parts.image_part(source["url"])
     if form in ("url", "file"):
-        raise source.unsupported("nothing is fetched; write {'type': 'base64', 'media_type': 'image/png', 'data': ...}")
+        raise source.unsupported("nothing is fetched, write {'type': 'base64', 'media_type': 'image/png', 'data': ...}")
     if form != "base64":
         raise source["type"].invalid("'base64'")
     if not (media_type := source.get("media_type", str)).startswith("image/"):
@@ -175,10 +174,9 @@ def _assistant(content: Field) -> Message:
 
 
 def _arguments(value: Field) -> str:
-    match value.value:
-        case str() as text:
-            return text
-        case {"INVALID_JSON": str() as text, **others} if not others and input_of(text) is None:
+    if isinstance(value.value, dict) and value.value.keys() == {INVALID_JSON}:
+        text = value.value[INVALID_JSON]
+        if isinstance(text, str) and input_of(text) is None:
             return text
     return parts.arguments_of(value)
 

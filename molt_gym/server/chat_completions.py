@@ -25,8 +25,8 @@ from .exchange import Call, Completion, Event, Memory, Options, Parsed, Reply, T
 from .fields import Count, Field, Filled, Temperature, TopP, messages_of, read, refuse
 from .replies import openai_error, openai_logprob, pieces
 
-_FREE = "the run decides how is sampled, and nothing else can be made of a reply; leave it out"
-_OLD = "is deprecated; write tools and tool_choice instead"
+_FREE = "the run decides how is sampled, leave it out"
+_OLD = "write tools and tool_choice"
 _NEUTRAL: dict[str, Any] = {
     "response_format": {"type": "text"}, "modalities": ["text"], "audio": None, "web_search_options": None,
     "moderation": None, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0,
@@ -120,9 +120,8 @@ class ChatCompletions:
 
 
 def _tool(tool: Field) -> dict[str, Any]:
-    kind = tool.expect(dict, "{'type': 'function', 'function': {'name': ...}}").get("type", "function")
-    if kind != "function":
-        raise tool["type"].unsupported("only tools of type 'function' can be called here")
+    if tool.expect(dict).get("type", "function") != "function":
+        raise tool["type"].unsupported("write tools of type 'function'")
     tool["function"].expect(dict, "{'name': ..., 'description': ..., 'parameters': ...}")
     return parts.function_of(tool["function"])
 
@@ -142,23 +141,21 @@ def _message(message: Field) -> list[Message]:
 def _assistant(message: Field) -> Message:
     for name, instead in (("audio", "send its transcript as content"), ("function_call", "write tool_calls")):
         if message.value.get(name) is not None:
-            raise message[name].unsupported(f"is not available; {instead}")
+            raise message[name].unsupported(instead)
     content, refusal = _content(message, "assistant"), message.optional("refusal", str)
     if refusal and content:
         raise message["refusal"].invalid("either this or content")
-    reasoning = [message.optional(name, str) for name in ("reasoning_content", "reasoning")]
-    calls = [_call(call) for call in message["tool_calls"].each()] if message.value.get("tool_calls") else []
-    return parts.assistant(content or refusal or "", reasoning[0] or reasoning[1], calls) | _name(message)
+    reasoning = message.optional("reasoning_content", str) or message.optional("reasoning", str)
+    calls = [_call(call) for call in message["tool_calls"].each()] if message.optional("tool_calls", list) else []
+    return parts.assistant(content or refusal or "", reasoning, calls) | _name(message)
 
 
 def _call(call: Field) -> dict[str, Any]:
-    call.expect(dict, "{'id': ..., 'type': 'function', 'function': ...}")
-    if call.value.get("type") not in (None, "function"):
-        raise call["type"].unsupported("only calls of type 'function' exist here")
-    function = call["function"]
-    function.expect(dict, "{'name': ..., 'arguments': '{}'}")
+    kind, function = call["type"], call["function"]
+    if kind.value not in (None, "function"):
+        raise kind.unsupported("write calls of type 'function'")
     arguments = parts.arguments_of(function["arguments"])
-    return parts.call_of(call.get("id", str), function.get("name", str), "{}" if arguments.isspace() else arguments)
+    return parts.call_of(call.get("id", str), function.get("name", str), arguments if arguments.strip() else "{}")
 
 
 def _name(message: Field) -> dict[str, str]:
@@ -179,7 +176,7 @@ def _part(part: Field, role: str) -> dict[str, Any]:
     if kind == "image_url" and role in ("user", "tool"):
         image = part["image_url"]
         return parts.image_part(image["url"] if isinstance(image.value, dict) else image)
-    raise part["type"].unsupported(f"is not available in a message of role {role}; write text")
+    raise part["type"].unsupported(f"write text in a message of role {role}")
 
 
 def _head(kind: str, parsed: ParsedChat, completion: Completion) -> dict[str, Any]:

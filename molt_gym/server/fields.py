@@ -29,7 +29,7 @@ Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Filled = Annotated[str, msgspec.Meta(min_length=1)]
 
-_ITEMS = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
+_ITEMS = msgspec.json.Decoder(str | list[msgspec.Raw])
 _NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 
 
@@ -49,8 +49,8 @@ class Field:
         return invalid(self.path, f"{show(self.value)}; write {instead}")
 
     def unsupported(self, why: str) -> WireError:
-        """The error that the value cannot be honoured."""
-        return unsupported(self.path, f"{show(self.value)}: {why}")
+        """The error that the value is right, but cannot be honoured."""
+        return unsupported(self.path, f"{show(self.value)} is not available; {why}")
 
     def expect(self, kind: type[T], instead: str | None = None) -> T:
         """The value, which must be a str, dict, list or bool."""
@@ -65,7 +65,8 @@ class Field:
 
     def optional(self, name: str, kind: type[T]) -> T | None:
         """The same, or None."""
-        return None if self.expect(dict).get(name) is None else self.get(name, kind)
+        value = self.expect(dict).get(name)
+        return value if value is None or isinstance(value, kind) else self[name].expect(kind)
 
     def filled(self, name: str) -> str:
         """The value of a field, which must be a string and not empty."""
@@ -132,22 +133,19 @@ def refuse(fields: Fields, refused: Mapping[str, tuple[Any, str]]) -> None:
                 raise given.unsupported(why)
 
 
-def items_of(fields: Fields, name: str, instead: str) -> str | list[bytes]:
-    """The items of a list as they were sent, [] for null; or the string that stands in its place.
-
-    Args:
-        instead: what to write.
-    """
+def items_of(fields: Fields, name: str) -> str | list[msgspec.Raw]:
+    """The items of a list as they were sent, [] for null; or the string that stands in its place."""
     try:
-        value = _ITEMS.decode(fields.get(name, b"null"))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _ITEMS.decode(fields[name])
+    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         given = field(fields, name)
-        value = given.value if isinstance(given.value, str) else [encode(item.value) for item in given.each(instead)]
-    return value if isinstance(value, str) else [bytes(item) for item in value or ()]
+    if isinstance(given.value, str | None):
+        return given.value or []
+    return [msgspec.Raw(encode(item.value)) for item in given.each()]
 
 
 def interned(
-    name: str, items: Iterable[bytes], memory: Memory, make: Callable[[Field], list[Message]]
+    name: str, items: Iterable[msgspec.Raw], memory: Memory, make: Callable[[Field], list[Message]]
 ) -> list[list[Message]]:
     """What each item of a list gives; made once for equal ones."""
     found: list[list[Message]] = []
@@ -157,7 +155,7 @@ def interned(
 
     try:
         for item in items:
-            found.append(memory.intern(item, read_item))
+            found.append(memory.intern(bytes(item), read_item))
     except WireError as error:
         raise error if error.param is not None else invalid(f"{name}[{len(found)}]", error.message) from None
     return found
@@ -165,10 +163,9 @@ def interned(
 
 def messages_of(fields: Fields, memory: Memory, make: Callable[[Field], list[Message]]) -> list[Message]:
     """The chat messages that the field `messages` spells, at least one."""
-    instead = "a list of at least one message"
-    items = items_of(fields, "messages", instead)
+    items = items_of(fields, "messages")
     if not items or isinstance(items, str):
-        raise field(fields, "messages").invalid(instead)
+        raise field(fields, "messages").invalid("a list of at least one message")
     return list(chain.from_iterable(interned("messages", items, memory, make)))
 
 

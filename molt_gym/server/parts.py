@@ -21,7 +21,7 @@ def text_part(part: Field, name: str = "text") -> dict[str, Any]:
 def image_part(url: Field) -> dict[str, Any]:
     """A part of a content that is an image, given by a data URI."""
     if url.expect(str, "a data URI, 'data:image/png;base64,...'")[:5].lower() != "data:":
-        raise url.unsupported("nothing is fetched; write a data URI, 'data:image/png;base64,...'")
+        raise url.unsupported("nothing is fetched, write a data URI, 'data:image/png;base64,...'")
     if not _IMAGE.fullmatch(url.value):
         raise url.invalid("an image in base64, as in 'data:image/png;base64,...'")
     return {"type": "image_url", "image_url": {"url": url.value}}
@@ -50,9 +50,9 @@ def call_of(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 def arguments_of(arguments: Field) -> str:
     """The arguments of a call as JSON text, whether they come as text or as an object."""
-    if arguments.value is None or isinstance(arguments.value, str):
-        return arguments.value or "{}"
-    return json.dumps(_plain(arguments), ensure_ascii=False)
+    if isinstance(arguments.value, str):
+        return arguments.value
+    return "{}" if arguments.value is None else json.dumps(_plain(arguments), ensure_ascii=False)
 
 
 def function_of(function: Field, parameters: str = "parameters") -> dict[str, Any]:
@@ -85,14 +85,13 @@ def offered_tools(
     except WireError as error:
         raise error if error.param is not None else invalid("tools", error.message) from None
     if isinstance(choice.value, dict) or choice.value in forcing:
-        raise choice.unsupported("the policy cannot be made to call; write 'auto' or 'none', and only the tools that "
-                                 "may be called")
+        raise choice.unsupported("the policy cannot be made to call, write 'auto' or 'none'")
     if choice.value not in (None, "auto", "none"):
         raise choice.invalid("'auto' or 'none'")
     if choice.value == "none":
         return []
     if tools and limit is not None:
-        raise limit.unsupported("the policy may call several tools at a time; leave it out, and take the first call")
+        raise limit.unsupported("the policy may call several tools at a time, leave it out and take the first call")
     return tools
 
 

@@ -34,12 +34,12 @@ LOGPROBS = "message.output_text.logprobs"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "background": (False, "leave it out and wait for the reply, or stream it"),
-    "context_management": ([], "the conversation is not compacted here; do it in the program"),
-    "conversation": (None, "no conversation is stored; send the items, or previous_response_id"),
-    "moderation": (None, "nothing is moderated; leave it out"),
-    "prompt": (None, "no prompts are stored; send instructions and input"),
-    "top_logprobs": (0, f"only the sampled token's is known; include {LOGPROBS!r}"),
-    "truncation": ("disabled", "nothing is dropped from a conversation here; write 'disabled'"),
+    "context_management": ([], "the conversation is not compacted here, do it in the program"),
+    "conversation": (None, "no conversation is stored, send the items, or previous_response_id"),
+    "moderation": (None, "nothing is moderated, leave it out"),
+    "prompt": (None, "no prompts are stored, send instructions and input"),
+    "top_logprobs": (0, f"only the sampled token's is known, include {LOGPROBS!r}"),
+    "truncation": ("disabled", "nothing is dropped from a conversation here, write 'disabled'"),
 }
 """Fields that cannot be honoured, and the value besides null that leaves everything as it is."""
 
@@ -156,11 +156,11 @@ class Responses:
 def _check_nested(asked: _Request) -> None:
     form = Field("text.format", asked.text.get("format"))
     if isinstance(form.value, dict) and form.value.get("type") in ("json_object", "json_schema"):
-        raise form.unsupported("nothing constrains decoding; write {'type': 'text'}")
+        raise form.unsupported("nothing constrains decoding, write {'type': 'text'}")
     if form.value not in (None, {"type": "text"}):
         raise form.invalid("{'type': 'text'}")
     if asked.prompt_cache_options.get("prewarm"):
-        raise Field("prompt_cache_options.prewarm", True).unsupported("a request samples a reply; leave it out")
+        raise Field("prompt_cache_options.prewarm", True).unsupported("a request samples a reply, leave it out")
 
 
 def _conversation(fields: Fields, previous: str | None, memory: Memory) -> list[Message]:
@@ -169,35 +169,27 @@ def _conversation(fields: Fields, previous: str | None, memory: Memory) -> list[
         raise WireError("not_found", f"previous_response_id: {show(previous)} is no response of this session; send its "
                         "items", param="previous_response_id", code="previous_response_not_found")
     before = [] if previous is None else memory.responses[previous]
-    instead = "a string or a list of at least one item"
-    items = items_of(fields, "input", instead)
+    items = items_of(fields, "input")
     conversation = [*before, *(spoken(memory, "user", items) if isinstance(items, str) else read_items(items, memory))]
     if not conversation:
-        raise Field("input", items).invalid(instead)
+        raise Field("input", items).invalid("a string or a list of at least one item")
     return conversation
 
 
 def _tool(tool: Field) -> dict[str, Any]:
-    tool.expect(dict, "{'type': 'function', 'name': ..., 'parameters': ...}")
     if tool.get("type", str) != "function":
-        raise tool["type"].unsupported("there are no hosted tools; write a tool of type 'function'")
+        raise tool["type"].unsupported("there are no hosted tools, write a tool of type 'function'")
     if "function" in tool.value:
         raise tool["name"].invalid("it beside the type, not into 'function'")
     if tool.value.get("defer_loading"):
-        raise tool["defer_loading"].unsupported("there is no tool search; leave it out")
+        raise tool["defer_loading"].unsupported("there is no tool search, leave it out")
     return parts.function_of(tool)
 
 
 def _echo(asked: _Request, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        **{name: getattr(asked, name) for name in _Echoed.__struct_fields__},
-        "background": False,
-        "service_tier": "default",
-        "text": {"format": {"type": "text"}},
-        "tools": tools,
-        "top_logprobs": 0,
-        "truncation": "disabled",
-    }
+    fixed = {"background": False, "service_tier": "default", "text": {"format": {"type": "text"}}, "top_logprobs": 0,
+             "truncation": "disabled"}
+    return {name: getattr(asked, name) for name in _Echoed.__struct_fields__} | fixed | {"tools": tools}
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

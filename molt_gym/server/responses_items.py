@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from reprlib import repr as show
 from typing import Any
 
+import msgspec
+
 from ..messages import Message
 from . import parts
 from .errors import WireError
@@ -47,7 +49,7 @@ def write_items(key: str, message: Message, *, tokens: Sequence[Token] | None = 
     return items
 
 
-def read_items(items: Sequence[bytes], memory: Memory) -> list[Message]:
+def read_items(items: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
     """The messages that input items spell.
 
     Reasoning, text and calls in a row are one assistant message, until one of them cannot belong to it: text after
@@ -68,7 +70,7 @@ def read_items(items: Sequence[bytes], memory: Memory) -> list[Message]:
             turn = _home(entries, piece["kind"], owner)
             if turn is None:
                 entries.append(turn := _Turn())
-            turn.add(data, piece, owner)
+            turn.add(bytes(data), piece, owner)
     return [entry.message(memory) if isinstance(entry, _Turn) else entry for entry in entries]
 
 
@@ -160,7 +162,7 @@ def _part(part: Field) -> dict[str, Any]:
             return parts.text_part(part, "refusal" if kind == "refusal" else "text")
         case "input_image":
             if part.value.get("file_id") is not None:
-                raise part["file_id"].unsupported("no files are stored; write the image as a data URI in image_url")
+                raise part["file_id"].unsupported("no files are stored, write the image as a data URI in image_url")
             return parts.image_part(part["image_url"])
         case "input_file" | "input_audio":
             raise part["type"].unsupported("write the text as input_text")
