@@ -41,7 +41,7 @@ class ToolUseAgent(ChatAgent):
     tools = TOOLS
     presets = {
         "": {"rollout": {"max_tokens": 256}},
-        "tiny": {"steps": 30, "rollout": {"max_tokens": 40}},
+        "tiny": {"steps": 24, "rollout": {"max_tokens": 40}},
     }
 
     def __init__(
