@@ -29,7 +29,7 @@ _FORMAT = "nothing constrains decoding, ask for the format in a message"
 REFUSED: dict[str, tuple[Any, str]] = {
     "compaction": (None, "it is done by the provider, compact the conversation in the agent"),
     "container": (None, "it is run by the provider, leave it out"),
-    "mcp_servers": ([], "the provider calls them; call them in the agent and declare their tools in tools"),
+    "mcp_servers": ([], "the provider calls them, call them in the agent and declare their tools in tools"),
     "output_format": (None, _FORMAT),
 }
 """Fields that cannot be honoured, and the value besides null that leaves everything as it is."""
@@ -78,9 +78,9 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
     if messages[-1]["role"] == "assistant" and not counting:
         raise unsupported("messages", "the last one is the assistant's, and a reply cannot begin with text that the "
                           "policy did not sample; end with a user message")
-    choice, forcing = Field("tool_choice", asked.tool_choice), ("any", "tool")
-    limit = choice["disable_parallel_tool_use"] if asked.tool_choice.get("disable_parallel_tool_use") else None
-    tools = parts.offered_tools(fields, memory, _tool, choice["type"], forcing, limit)
+    choice, forcing = Field("tool_choice", asked.tool_choice or {"type": "auto"}), ("any", "tool")
+    limit = choice["disable_parallel_tool_use"]
+    tools = parts.offered_tools(fields, memory, _tool, choice["type"], forcing, limit if limit.value else None)
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise invalid("tools", "two of them have the same name; write each once")
     call = Call([*_system(field(fields, "system"), memory), *messages], tools, options, model=asked.model)

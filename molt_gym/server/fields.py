@@ -78,11 +78,11 @@ class Field:
         """The items of the value, which must be a list."""
         return (Field(f"{self.path}[{i}]", item) for i, item in enumerate(self.expect(list, instead)))
 
-    def kind(self) -> str:
-        """The type of this part."""
+    def kind(self, example: str = "text") -> str:
+        """The type of this part; `example` is one that it might be."""
         kind = self.value.get("type") if isinstance(self.value, dict) else None
         if not isinstance(kind, str):
-            raise self.invalid("a part such as {'type': 'text', 'text': 'Hi'}")
+            raise self.invalid(f"an object such as {{'type': {example!r}, ...}}")
         return kind
 
 

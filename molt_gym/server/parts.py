@@ -74,7 +74,7 @@ def offered_tools(
 
     Args:
         make: reads a tool of the field `tools`; not asked again for the same tools.
-        choice: "auto" (or None), "none", one of `forcing`, or an object that forces a call.
+        choice: "auto", "none", one of `forcing`, or an object that forces a call.
         limit: the field that limits how many calls there may be at a time, if one does.
     """
     def read_tools(value: Any) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def offered_tools(
         raise error if error.param is not None else invalid("tools", error.message) from None
     if isinstance(choice.value, dict) or choice.value in forcing:
         raise choice.unsupported("the policy cannot be made to call, write 'auto' or 'none'")
-    if choice.value not in (None, "auto", "none"):
+    if choice.value not in ("auto", "none"):
         raise choice.invalid("'auto' or 'none'")
     if choice.value == "none":
         return []

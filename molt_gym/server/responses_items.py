@@ -157,7 +157,7 @@ def _piece(item: Field, kind: str, value: Any) -> dict[str, Any]:
 
 
 def _part(part: Field) -> dict[str, Any]:
-    match part.kind():
+    match part.kind("input_text"):
         case "input_text" | "output_text" | "refusal" as kind:
             return parts.text_part(part, "refusal" if kind == "refusal" else "text")
         case "input_image":

@@ -337,6 +337,7 @@ def test_what_a_run_cannot_honour_is_refused(fields, param):
     ({"stop_sequences": ["x", ""]}, "stop_sequences"),
     ({"stream": "yes"}, "stream"),
     ({"system": 3}, "system"),
+    ({"system": 0}, "system"),
     ({"system": [3]}, "system[0]"),
     ({"system": [{"type": "text"}]}, "system[0].text"),
     ({"messages": None}, "messages"),
@@ -368,6 +369,7 @@ def test_what_a_run_cannot_honour_is_refused(fields, param):
     ({"tools": [{**ADD, "description": 3}]}, "tools[0].description"),
     ({"tools": [ADD, ADD]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": {"name": "add"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
 ])
 def test_what_is_wrong_is_named(fields, param):

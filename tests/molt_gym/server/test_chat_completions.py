@@ -246,6 +246,7 @@ INVALID = [
     (in_messages(assistant(content="a", refusal="b")), "messages[0].refusal"),
     (in_messages(assistant(reasoning=["a"])), "messages[0].reasoning"),
     (in_messages(assistant(tool_calls={"id": "a"})), "messages[0].tool_calls"),
+    (in_messages(assistant(tool_calls="")), "messages[0].tool_calls"),
     (calling(None), "messages[1].tool_calls[1]"),
     (calling({"function": CALL["function"]}), "messages[1].tool_calls[1].id"),
     (calling({**CALL, "id": 7}), "messages[1].tool_calls[1].id"),
