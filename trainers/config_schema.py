@@ -311,7 +311,7 @@ _ENGINE_OPTIONS = {
     "model": "model", "tokenizer": "model", "dtype": "rollout.dtype", "max_model_len": "rollout.max_context",
     "max_num_seqs": "rollout.max_concurrency", "seed": "seed", "generation_config": None,
     "override_generation_config": None, "logprobs_mode": None, "skip_tokenizer_init": None,
-    "worker_extension_cls": None, "weight_transfer_config": None}
+    "worker_extension_cls": None, "weight_transfer_config": None, "data_parallel_size": None}
 """Arguments of vLLM that are set for it, and the options that do so."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from molt_gym.errors import PromptTooLong, RunFailed
+from molt_gym.errors import ConfigError, PromptTooLong, RunFailed
 from molt_gym.tokens import Generation, Renderer
 
 from ..architecture import check_architecture
@@ -35,7 +35,9 @@ CALL_TIMEOUT = 120.0
 
 
 class VllmEngine:
-    """A `RolloutEngine`; returns at once, while the process starts.
+    """A `RolloutEngine`; made at once, while its process starts, unless it shares a GPU.
+
+    Run on CPUs alone so far: nothing of "ipc" and "nccl" has been.
 
     Args:
         path: folder of model and tokenizer.
@@ -47,7 +49,8 @@ class VllmEngine:
         backend: how weights travel; without one, "ipc" on a GPU, where trainer and engine share it, else "gloo".
 
     Raises:
-        ConfigError: the model has layers that the trainer does not support, or a shorter context.
+        ConfigError: the model has layers that the trainer does not support, or a shorter context; or the engine is to
+            be spread over several GPUs and share one.
     """
 
     def __init__(
@@ -60,15 +63,27 @@ class VllmEngine:
         backend = backend or ("ipc" if cuda else "gloo")
         self._dtype, self._vocabulary = dtype, config.get_text_config().vocab_size
         self.max_context, self.version = max_context, 0
-        self._workers = int((engine_args or {}).get("tensor_parallel_size", 1))
         self._device = torch.device("cuda" if cuda and backend != "gloo" else "cpu")
-        self._host = HostProcess(HostSpec(
+        self._spec = HostSpec(
             str(path), str(dtype).removeprefix("torch."), max_context, max_sequences, tuple(renderer.stop_token_ids),
-            backend, not cuda, engine_args or {}))
-        self._backend: Backend = backend
+            backend, not cuda, engine_args or {})
+        if backend == "ipc" and self._spec.workers > 1:
+            raise ConfigError(f"rollout.engine_args: {self._spec.workers} GPUs for an engine that shares the trainer's "
+                              "one; leave tensor_parallel_size and pipeline_parallel_size out")
+        self._host = HostProcess(self._spec)
+        if backend == "ipc":
+            # vLLM measures the GPU's free memory while it starts, and must be alone with it.
+            self._wait()
         self._sender: Sender | None = None
         self._paused = False
         self._clock = _Clock()
+
+    def _wait(self) -> None:
+        try:
+            self._host.ready.result(START_TIMEOUT)
+        except BaseException as error:
+            self._host.close(RunFailed(f"the engine did not start: {error}"))
+            raise
 
     @property
     def busy_seconds(self) -> float:
@@ -145,7 +160,7 @@ class VllmEngine:
         await self._call("finish_update", version)
 
     async def _connected(self) -> Sender:
-        sender = await asyncio.to_thread(Sender, self._backend, self._device, self._workers)
+        sender = await asyncio.to_thread(Sender, self._spec.backend, self._device, self._spec.workers)
         joining = self._call("connect", sender.invitation(), timeout=TIMEOUT.total_seconds())
         await _both(joining, asyncio.to_thread(sender.join))
         return sender

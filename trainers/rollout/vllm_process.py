@@ -41,7 +41,7 @@ class HostProcess:
         self.ended: Exception | None = None
         self.ready: Future[int] = Future()
         self._calls: dict[int, Future[Any]] = {0: self.ready}
-        self._numbers, self._lock = itertools.count(1), threading.Lock()
+        self._numbers, self._lock, self._ending = itertools.count(1), threading.Lock(), threading.Lock()
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         with theirs, self.log.open("wb") as log:
@@ -51,7 +51,8 @@ class HostProcess:
                 env=environment(spec.cpu, self.scratch), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True)
         self._connection.send(spec)
-        threading.Thread(target=self._read, name="molt-gym-vllm", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="molt-gym-vllm", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -62,28 +63,31 @@ class HostProcess:
         """Call a method of `VllmHost`. Raises nothing; cancelling the future cancels the call."""
         future: Future[Any] = Future()
         with self._lock:
-            if self.ended is None:
-                number = next(self._numbers)
-                self._calls[number] = future
-                # A broken pipe is the end of the process, which the reader sees and reports.
-                with suppress(OSError):
-                    self._connection.send((number, name, arguments))
-        if self.ended is not None:
-            future.set_exception(self.ended)
-        else:
-            future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
+            if self.ended is not None:
+                future.set_exception(self.ended)
+                return future
+            number = next(self._numbers)
+            self._calls[number] = future
+            # A broken pipe is the end of the process, which the reader sees and reports.
+            with suppress(OSError):
+                self._connection.send((number, name, arguments))
+        future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         return future
 
     def close(self, reason: Exception) -> None:
-        """Fail what is pending for `reason` and end the process; blocks for at most `CLOSE_TIMEOUT`. Idempotent."""
+        """Fail what is pending for `reason` and end the process, in `CLOSE_TIMEOUT` or by force. Idempotent.
+
+        The log stays if anything failed.
+        """
         first = self.ended is None
-        closed = self.call("close") if first and self.ready.done() and not self.ready.exception() else None
+        orderly = first and self.ready.done() and not self.ready.exception()
+        if orderly:
+            self.call("close")
         self._fail(reason)
-        if closed is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSE_TIMEOUT)
+        if orderly:
+            self._reader.join(CLOSE_TIMEOUT)
         self._kill()
-        if first:
+        if first and not isinstance(reason, RunFailed):
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _cancel(self, number: int) -> None:
@@ -111,9 +115,11 @@ class HostProcess:
 
     def _kill(self) -> None:
         """The whole group, of which members may be left when its leader is gone."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with self._ending:
+            # Once it was waited for, its number may be another's.
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ the run's own options, never by `rollout.engine_args` or by a model's generation
 import ast
 import difflib
 import importlib.util
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ Backend = Literal["gloo", "ipc", "nccl"]
 
 TRANSFER = "molt-gym"
 """Name under which the workers register how they receive weights."""
+SHARED_GPU = 0.45
+"""Share of a GPU's memory that an engine takes beside the trainer, unless told otherwise."""
 INSTALL = "pip install 'molt-gym[vllm]', or on a machine without a GPU: pip install --no-deps -r cpu-engines.lock"
 
 
@@ -42,15 +45,22 @@ class HostSpec:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     spans: bool = True
 
+    @property
+    def workers(self) -> int:
+        """Processes over which the model is spread."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        return math.prod(int(self.engine_args.get(name, 1)) for name in sizes)
+
 
 def engine_arguments(spec: HostSpec) -> dict[str, Any]:
     """Keyword arguments for AsyncEngineArgs."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"gpu_memory_utilization": SHARED_GPU} if spec.backend == "ipc" else {}
     if spec.cpu:
         # Prompts are never cut into chunks, which would end the engine: vLLM cannot take back a draw of a seeded CPU
-        # generator. One worker runs within the engine's process, as two that hand over every step cost more.
-        defaults = {"enforce_eager": True, "distributed_executor_backend": "uni", "enable_chunked_prefill": False,
-                    "max_num_batched_tokens": max(2048, spec.max_context), "kv_cache_memory_bytes": _kv_bytes(spec)}
+        # generator. A single worker runs within vLLM's process, as two that hand over every step cost more.
+        defaults = {"enforce_eager": True, "distributed_executor_backend": "uni" if spec.workers == 1 else "mp",
+                    "enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, spec.max_context),
+                    "kv_cache_memory_bytes": _kv_bytes(spec)}
     return defaults | dict(spec.engine_args) | {
         "model": spec.model, "dtype": spec.dtype, "max_model_len": spec.max_context, "max_num_seqs": spec.max_sequences,
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "seed": 0,
@@ -98,7 +108,7 @@ def _kv_bytes(spec: HostSpec) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(spec.model).get_text_config()
-    heads = config.num_key_value_heads or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * size * (4 if spec.dtype == "float32" else 2)
     # Caches are made of blocks of 128 tokens on CPUs, and one block is set aside.

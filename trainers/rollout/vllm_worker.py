@@ -118,6 +118,11 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
         """Leave the group."""
         self._group = None
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Abstract in vLLM 0.25, which never calls it; the trainer's side is `Sender`."""
+        raise NotImplementedError
+
 
 class WorkerExtension:
     """Adds nothing to the worker; naming it is what makes vLLM import this module there."""
