@@ -6,7 +6,6 @@ what to write instead; an item that was read before costs a look-up.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from reprlib import repr as show
 from typing import Annotated, Any, TypeVar
@@ -33,8 +32,7 @@ _ITEMS = msgspec.json.Decoder(str | list[msgspec.Raw])
 _NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 
 
-@dataclass(slots=True)
-class Field:
+class Field(msgspec.Struct):
     """A JSON value, and where it stands, such as "messages[2].content"."""
 
     path: str
