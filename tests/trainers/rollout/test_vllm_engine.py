@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from molt_gym.errors import PromptTooLong, RunFailed
 from molt_gym.tokens import Renderer, Sampling
@@ -56,19 +56,24 @@ def alive(group: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def model_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    """Folders of tiny models with heads of 32, which is the least that vLLM takes on CPUs."""
+    """Folders of tiny models: a dense one with a tied head, and one of experts with a head of its own.
+
+    Their attention has heads of 32, the least that vLLM takes on CPUs.
+    """
 
     @functools.cache
     def folder(tied: bool) -> Path:
         path = tmp_path_factory.mktemp("qwen3")
         tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-        config = Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, initializer_range=0.3,
-            tie_word_embeddings=tied, eos_token_id=2, pad_token_id=0, bos_token_id=None)
+        sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                 "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 1024,
+                 "initializer_range": 0.3, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
+        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        config = Qwen3Config(**sizes, tie_word_embeddings=True) if tied else Qwen3MoeConfig(
+            **sizes, **experts, tie_word_embeddings=False)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = Qwen3ForCausalLM(config).float()
+            model = AutoModelForCausalLM.from_config(config).float()
         # What the model recommends must not matter.
         model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, repetition_penalty=3.0)
         model.save_pretrained(path)
@@ -258,9 +263,9 @@ async def test_after_an_update_the_cache_serves_as_in_a_fresh_engine_which_does_
     await until(lambda: not alive(group), 10)
 
 
-# An untied head, small buckets, versions from the boundaries, and weights that do not fit
+# Experts, an untied head, small buckets, versions from the boundaries, and weights that do not fit
 
-async def test_an_untied_head_arrives_and_weights_that_do_not_fit_end_the_engine(
+async def test_experts_and_an_untied_head_arrive_and_weights_that_do_not_fit_end_the_engine(
         make, model_path, load, play, expected, monkeypatch):
     monkeypatch.setattr(vllm_engine, "HostSpec", functools.partial(HostSpec, spans=False))
     monkeypatch.setattr(vllm_engine, "buckets", functools.partial(buckets, limit=10_000))
