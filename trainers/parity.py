@@ -52,8 +52,7 @@ class ParityProbe:
         Raises:
             RunFailed: it is too large.
         """
-        theirs = await engine.score(self.ids)
-        ours = await asyncio.to_thread(actor.logprobs, self.ids)
+        theirs, ours = await asyncio.gather(engine.score(self.ids), asyncio.to_thread(actor.logprobs, self.ids))
         differences = [abs(mine - other) for mine, other in zip(ours, theirs, strict=True)]
         mean = sum(differences) / len(differences)
         # Not a number is no parity either.

@@ -72,11 +72,12 @@ def environment(cpu: bool, scratch: Path) -> dict[str, str]:
     """Environment variables of the engine's process; `scratch` takes its sockets and files."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
-    if cpu:
-        # Compiling takes half a minute at the first request, even in eager mode.
-        ours |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                 "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {**os.environ, **ours}
+    if not cpu:
+        return {**os.environ, **ours}
+    # Compiling takes half a minute at the first request, even in eager mode, and bound threads would all meet on the
+    # same cores; users may know better. Without multiprocessing vLLM takes the "uni" executor on CPUs.
+    defaults = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {**defaults, **os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def check_engine_args(given: Mapping[str, Any]) -> None:

@@ -103,6 +103,20 @@ def test_a_checkpoint_of_one_rank_is_that_of_two_and_back(
         assert torch.equal(tensor, expected[key])
 
 
+def test_two_ranks_score_a_text_as_plain_transformers_does_and_train_on(
+    pair: LocalActor, alone: dict[str, Any], random_rows: Rows, weights_of: Weights, model_path: Callable[..., Path]
+) -> None:
+    pair.load(alone["start"])
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)[range(7), ids[1:]]
+    assert pair.logprobs(ids) == pytest.approx(expected.tolist(), abs=1e-5)
+    pair.train(batches(random_rows)["even"])
+    for key, tensor in weights_of(pair).items():
+        torch.testing.assert_close(tensor, alone["even"][1][key], rtol=0, atol=1e-6)
+
+
 def test_two_ranks_export_one_model(
     pair: LocalActor, alone: dict[str, Any], weights_of: Weights, tmp_path: Path
 ) -> None:

@@ -49,9 +49,9 @@ def test_a_cache_on_a_cpu_holds_all_sequences_and_on_a_gpu_is_left_to_vllm(tiny_
 
 
 def test_the_processes_environment_is_for_it_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     child = environment(True, tmp_path)
-    assert child["OMP_NUM_THREADS"] == "3"
+    assert child["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert child["HF_HUB_OFFLINE"] == child["TORCH_COMPILE_DISABLE"] == "1"
     assert "TORCH_COMPILE_DISABLE" not in environment(False, tmp_path)
 
