@@ -114,7 +114,7 @@ async def measure(options: argparse.Namespace) -> None:
         arguments = {"gpu_memory_utilization": 0.5} if device == "cuda" else {}
         started = time.perf_counter()
         engine = VllmEngine(folder, renderer, dtype=dtype, max_context=PROMPT + options.new + 8,
-                            max_sequences=options.requests, engine_args=arguments)
+                            max_sequences=options.requests + 1, engine_args=arguments)
         try:
             ids = renderer.render([{"role": "user", "content": __doc__[:200]}])
             before = await engine.score(ids)
