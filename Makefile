@@ -53,7 +53,7 @@ $(VENV)/.locked: cpu.lock
 	@touch $@
 
 $(VENV)/.engines: $(VENV)/.locked cpu-engines.lock
-	@echo "Adding vLLM and Ray to $(VENV): some 350 MB to fetch, 1.3 GB on disk"
+	@echo "Adding vLLM and Ray to $(VENV): some 370 MB to fetch, 1.2 GB on disk"
 	@$(PIP) --no-deps -r cpu-engines.lock
 	@touch $@
 

@@ -32,6 +32,8 @@ START_TIMEOUT = 900.0
 """Seconds until the engine is ready; large models are read from slow disks."""
 CALL_TIMEOUT = 120.0
 """Seconds for a call that transfers nothing; a pause waits for the step in progress."""
+LAST_WORDS = 5.0
+"""Seconds in which the engine may say why a transfer failed."""
 
 
 class VllmEngine:
@@ -183,10 +185,11 @@ class VllmEngine:
             self._sender.close()
         await asyncio.to_thread(self._host.close, RuntimeError("the engine was closed"))
 
-    async def _call(self, name: str, *arguments: Any, timeout: float = CALL_TIMEOUT) -> Any:
+    async def _call(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
         if not self._host.ready.done():
             await self._answer("start", asyncio.shield(asyncio.wrap_future(self._host.ready)), START_TIMEOUT)
-        return await self._answer(name, asyncio.wrap_future(self._host.call(name, *arguments)), timeout)
+        return await self._answer(name, asyncio.wrap_future(self._host.call(name, *arguments)),
+                                  timeout or CALL_TIMEOUT)
 
     async def _answer(self, name: str, answer: "asyncio.Future[Any]", timeout: float) -> Any:
         try:
@@ -198,18 +201,18 @@ class VllmEngine:
 
 async def _both(call: Any, work: Any) -> None:
     """The engine's part of a transfer and ours. If its part fails, ours may hang until the engine is closed."""
-    ours = asyncio.ensure_future(work)
-    theirs = asyncio.ensure_future(call)
-    done, _ = await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
-    if theirs in done:
+    ours, theirs = asyncio.ensure_future(work), asyncio.ensure_future(call)
+    for part in (ours, theirs):
+        # What fails after the other did is of no interest.
+        part.add_done_callback(lambda part: part.cancelled() or part.exception())
+    await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
+    if not theirs.done():
+        # Ours failed, and the engine may know better why.
+        await asyncio.wait({theirs}, timeout=LAST_WORDS)
+    if theirs.done():
         theirs.result()
-    if ours in done and ours.exception() is not None:
-        # The engine knows better why the connection broke.
-        await asyncio.wait({theirs}, timeout=5)
-        if theirs.done():
-            theirs.result()
-        theirs.cancel()
-    ours.result()
+    theirs.cancel()
+    await ours
 
 
 class _Clock:

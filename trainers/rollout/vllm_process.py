@@ -75,19 +75,19 @@ class HostProcess:
         return future
 
     def close(self, reason: Exception) -> None:
-        """Fail what is pending for `reason` and end the process, in `CLOSE_TIMEOUT` or by force. Idempotent.
+        """Fail what is pending for `reason` and end the process, by force after `CLOSE_TIMEOUT`. Idempotent.
 
-        The log stays if anything failed.
+        After a failure, which is a RunFailed, by force at once; then the log stays.
         """
-        first = self.ended is None
-        orderly = first and self.ready.done() and not self.ready.exception()
+        fine = self.ended is None and not isinstance(reason, RunFailed)
+        orderly = fine and self.ready.done() and not self.ready.exception()
         if orderly:
             self.call("close")
         self._fail(reason)
         if orderly:
             self._reader.join(CLOSE_TIMEOUT)
         self._kill()
-        if first and not isinstance(reason, RunFailed):
+        if fine:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _cancel(self, number: int) -> None:

@@ -76,7 +76,7 @@ def environment(cpu: bool, scratch: Path) -> dict[str, str]:
         return {**os.environ, **ours}
     # Compiling takes half a minute at the first request, even in eager mode, and bound threads would all meet on the
     # same cores; users may know better. Without multiprocessing vLLM takes the "uni" executor on CPUs.
-    defaults = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    defaults = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     return {**defaults, **os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from molt_gym.trainers.rollout import vllm_engine
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
 from molt_gym.trainers.rollout.vllm_engine import VllmEngine
+from molt_gym.trainers.rollout.vllm_process import HostProcess
 from molt_gym.trainers.rollout.vllm_spec import HostSpec
 from molt_gym.trainers.rollout.vllm_transfer import buckets
 
@@ -49,9 +51,9 @@ async def until(condition, seconds=20.0):
 
 
 def alive(group: int) -> list[str]:
-    """The processes of a group that are not mere zombies."""
-    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.split()[0] == str(group) and line.split()[1][0] != "Z"]
+    """The processes of a group that are not mere zombies, by number, group, state and command line."""
+    listed = subprocess.run(["ps", "-eo", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.split()[1] == str(group) and line.split()[2][0] != "Z"]
 
 
 @pytest.fixture(scope="module")
@@ -385,6 +387,39 @@ async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(make):
         await within(10, *flying)
     await engine.close()
     assert not alive(engine._host.pid)
+
+
+async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, play, monkeypatch):
+    engine = make()
+    await update(engine, load(), 1)
+    core, = (int(line.split()[0]) for line in alive(engine._host.pid) if "EngineCore" in line)
+    monkeypatch.setattr(vllm_engine, "CALL_TIMEOUT", 0.5)
+    monkeypatch.setattr(vllm_engine, "TIMEOUT", timedelta(seconds=1))
+    os.kill(core, signal.SIGSTOP)
+    with pytest.raises(RunFailed, match=r"did not answer within 0.5 s \(pause\)"):
+        await engine.pause()
+    os.kill(core, signal.SIGCONT)
+    monkeypatch.setattr(vllm_engine, "CALL_TIMEOUT", WAIT)
+    await engine.resume()
+    await play(engine, PROMPTS)
+    await engine.pause()
+
+    monkeypatch.setattr(HostProcess, "call", stalls_at("receive", HostProcess.call, core))
+    started = time.monotonic()
+    with pytest.raises(RunFailed, match=r"did not answer within 1 s \(receive\)"):
+        await engine.update_weights(load().named_parameters(), 2)
+    assert time.monotonic() - started < 5
+    assert not alive(engine._host.pid)
+    await asyncio.wait_for(engine.close(), 5)
+
+
+def stalls_at(method: str, call: Callable, process: int) -> Callable:
+    def stalling(host, name, *arguments):
+        if name == method:
+            os.kill(process, signal.SIGSTOP)
+        return call(host, name, *arguments)
+
+    return stalling
 
 
 # The last test, as it takes the shared engine away.
