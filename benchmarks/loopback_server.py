@@ -1,15 +1,16 @@
-"""What the loopback server costs, beside a bare JSON endpoint on the same HTTP library, in one run.
+"""What the loopback server costs, beside bare JSON endpoints, in one run.
 
     python benchmarks/loopback_server.py [--wire chat] [--sessions 1 16 64 256] [--turns 20] [--requests 2000] ...
 
 The servers are in this process, the agents in one of their own (`loopback_client.py`). The engine answers at once, with
 20 ids of a script; all else is real: HTTP, JSON, sessions, chat template, tokenizer (byte-level BPE, trained here on
-sources of the standard library), token graph. The bare endpoint decodes the same bodies and encodes a reply of the same
+sources of the standard library), token graph. The bare endpoints decode the same bodies and encode a reply of the same
 shape. CPU is that of this process.
 """
 
 import argparse
 import asyncio
+import gc
 import inspect
 import itertools
 import json
@@ -30,7 +31,12 @@ from time import process_time
 from typing import Any
 
 import msgspec
+import uvicorn
 from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -59,9 +65,9 @@ CHATML = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' -}}{% endif -%}
 """
 BARE = {
-    "msgspec": "a low-level handler with msgspec",
-    "json": "a low-level handler with json",
-    "application": "a route of a web.Application with json",
+    "handler": "aiohttp, low-level handler, msgspec",
+    "application": "aiohttp, web.Application, json",
+    "starlette": "Starlette under uvicorn, json",
 }
 JOB_TIMEOUT = 180.0
 
@@ -107,7 +113,7 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
 
 class Bare:
-    """The endpoint to compare with.
+    """An endpoint to compare with.
 
     Args:
         kind: of `BARE`.
@@ -118,33 +124,45 @@ class Bare:
     port = 0
 
     def __init__(self, kind: str) -> None:
-        self._decode, self._encode = json.loads, lambda value: json.dumps(value).encode()
-        if kind == "msgspec":
-            self._decode, self._encode = msgspec.json.decode, msgspec.json.encode
-        if kind == "application":
-            application = web.Application(client_max_size=2**26)
-            application.router.add_post("/v1/{rest:.*}", self._route)
-            self._runner: Any = web.AppRunner(application, access_log=None)
-        else:
-            self._runner = web.ServerRunner(web.Server(self._handle, access_log=None))
+        application = web.Application(client_max_size=2**26)
+        application.router.add_post("/v1/{rest:.*}", self._route)
+        starlette = Starlette(routes=[Route("/v1/{rest:path}", self._starlette, methods=["POST"])])
+        self._uvicorn = uvicorn.Server(uvicorn.Config(starlette, port=0, log_level="critical", lifespan="off"))
+        self._runner: Any = {
+            "handler": web.ServerRunner(web.Server(self._handle, access_log=None)),
+            "application": web.AppRunner(application, access_log=None), "starlette": None}[kind]
 
     async def start(self) -> None:
         """Listen."""
+        if self._runner is None:
+            self._serving = asyncio.create_task(self._uvicorn.serve())
+            while not self._uvicorn.started:
+                await asyncio.sleep(0.01)
+            self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+            return
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
         """Stop listening."""
+        if self._runner is None:
+            self._uvicorn.should_exit = True
+            await asyncio.wait_for(self._serving, 10)
+            return
         await self._runner.cleanup()
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
-        self._decode(await request.content.read())
-        return web.Response(body=self._encode(self.reply), content_type="application/json")
+        msgspec.json.decode(await request.content.read())
+        return web.Response(body=msgspec.json.encode(self.reply), content_type="application/json")
 
     async def _route(self, request: web.Request) -> web.Response:
         await request.json()
         return web.json_response(self.reply)
+
+    async def _starlette(self, request: Request) -> JSONResponse:
+        await request.json()
+        return JSONResponse(self.reply)
 
 
 @dataclass(frozen=True)
@@ -166,19 +184,22 @@ class Lab:
         tokenizer = make_tokenizer(text)
         self._renderer, self._engine = Renderer(tokenizer), ScriptedEngine(tokenizer, self._words)
         self._rules = Rules(Sampling(64), max_context=2**24)
-        self.server, self.bare = LoopbackServer(), Bare(options.bare)
+        self.server, self.bares = LoopbackServer(), {kind: Bare(kind) for kind in BARE}
+        self.bare = self.bares["handler"]
         self._jobs = asyncio.Lock()
 
     async def __aenter__(self) -> "Lab":
         await self.server.start()
-        await self.bare.start()
+        for bare in self.bares.values():
+            await bare.start()
         self._client = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).with_name("loopback_client.py")), limit=2**26,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
         await self._send({"wire": self.options.wire, "words": self._words, "tools": self.options.tools})
         # What the bare endpoint answers has the shape and size of a real reply.
         first = await self.job("load", port=self.port, keys=self.keys(1), sessions=1, turns=1)
-        self.bare.reply = json.loads(first["reply"])
+        for bare in self.bares.values():
+            bare.reply = json.loads(first["reply"])
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -188,7 +209,8 @@ class Lab:
         except TimeoutError:
             self._client.kill()
         await self.server.close()
-        await self.bare.close()
+        for bare in self.bares.values():
+            await bare.close()
 
     @property
     def port(self) -> int:
@@ -237,18 +259,19 @@ def middle(costs: Sequence[Cost]) -> Cost:
 
 async def throughput(lab: Lab) -> None:
     """Rates and CPU at several numbers of sessions."""
-    print("\n| sessions | server | turns/s | of bare (goal >= .46) | CPU ms/turn | x bare (goal <= 3) | client busy |")
+    print("\n| sessions | server | turns/s | CPU ms/turn | molt-gym's rate, of it (goal >= .46) | molt-gym's CPU, x it "
+          "(goal <= 3) | client busy |")
     print("|---:|---|---:|---:|---:|---:|---:|")
     for sessions in lab.options.sessions:
-        pairs = [
-            (await lab.load(lab.bare.port, sessions), await lab.load(lab.port, sessions))
-            for _ in range(lab.options.repeat)
-        ]
-        rate = statistics.median(ours.rate / bare.rate for bare, ours in pairs)
-        cpu = statistics.median(ours.cpu / bare.cpu for bare, ours in pairs)
-        bare, ours = map(middle, zip(*pairs, strict=True))
-        for name, cost, shares in (("bare", bare, ("", "")), ("molt-gym", ours, (f"{rate:.2f}", f"{cpu:.2f}"))):
-            print(f"| {sessions} | {name} | {cost.rate:.0f} | {shares[0]} | {1000 * cost.cpu:.3f} | {shares[1]} | "
+        rounds = [{"molt-gym": await lab.load(lab.port, sessions)} | {
+            what: await lab.load(lab.bares[kind].port, sessions) for kind, what in BARE.items()
+        } for _ in range(lab.options.repeat)]
+        for name in rounds[0]:
+            cost = middle([costs[name] for costs in rounds])
+            rate = statistics.median(costs["molt-gym"].rate / costs[name].rate for costs in rounds)
+            cpu = statistics.median(costs["molt-gym"].cpu / costs[name].cpu for costs in rounds)
+            shares = ("", "") if name == "molt-gym" else (f"{rate:.2f}", f"{cpu:.2f}")
+            print(f"| {sessions} | {name} | {cost.rate:.0f} | {1000 * cost.cpu:.3f} | {shares[0]} | {shares[1]} | "
                   f"{cost.client:.2f} |", flush=True)
     sessions = lab.options.sessions[-1] if len(lab.options.sessions) < 3 else lab.options.sessions[-2]
     bare = await lab.load(lab.bare.port, sessions)
@@ -293,12 +316,15 @@ async def measure(options: argparse.Namespace) -> None:
     """Prints the tables."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("aiohttp", "msgspec", "tokenizers", "molt-gym"))
     print(f"Python {platform.python_version()}, {packages}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-    print(f"Wire {options.wire}, {options.tools} tools; conversations of {options.turns} turns; the bare endpoint "
-          f"is {BARE[options.bare]}; medians of {options.repeat}")
+    print(f"Wire {options.wire}, {options.tools} tools; conversations of {options.turns} turns; medians of "
+          f"{options.repeat}; for latencies the bare endpoint is: {BARE['handler']}")
     async with Lab(options) as lab:
         for _ in range(2):  # warms up
             await lab.load(lab.bare.port, 4)
             await lab.load(lab.port, 4)
+        # As training does, so that what is loaded by now is not looked through for garbage.
+        gc.collect()
+        gc.freeze()
         for part in options.parts:
             await {"throughput": throughput, "latency": latency, "big": big_message}[part](lab)
 
@@ -307,7 +333,6 @@ def main() -> None:
     """Measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wire", choices=("chat", "responses", "messages"), default="chat")
-    parser.add_argument("--bare", choices=tuple(BARE), default="msgspec", help="what the bare endpoint is")
     parser.add_argument("--parts", nargs="+", choices=("throughput", "latency", "big"),
                         default=("throughput", "latency", "big"))
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])

@@ -1,6 +1,7 @@
 """`train`, `evaluate` and `rollout`: what `molt_gym` offers under the same names."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Coroutine, Mapping
@@ -100,6 +101,10 @@ async def _train(
         stack.push_async_callback(pool.close)
         loop = Loop(config, sampler, actor, pool, run_dir, progress)
         resumed = resume and loop.restore()
+        # What is loaded by now stays; looking through it again and again for garbage would stall everyone by 0.1 s.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
         checkpoint = await loop.run()
         with atomic_path(run_dir.model_path) as folder:

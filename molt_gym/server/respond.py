@@ -26,7 +26,7 @@ T = TypeVar("T")
 Generate = Callable[[list[int], Sampling, int], Awaitable[Generation]]
 """From prompt ids, how to sample, and the number of the sample in its session, to the sample."""
 
-_NOTHING_ASKED = Options()
+_KNOWN_SAMPLINGS = 64
 INLINE_TEXT = 4000
 """Characters that are rendered and encoded on the event loop, which takes less than a hop to a thread and back."""
 
@@ -76,6 +76,7 @@ class TokenRespondent:
         self.tool_calls = self.malformed_calls = self.tools_offered = 0
         self._renderer, self._generate, self._rules, self._threads = renderer, generate, rules, threads
         self._asked = 0
+        self._samplings: dict[tuple[Options, int], tuple[Sampling, tuple[str, ...]]] = {}
 
     async def answer(self, call: Call) -> list[Reply]:
         """See `Respondent.answer`."""
@@ -112,10 +113,17 @@ class TokenRespondent:
 
     def _sampling(self, call: Call, room: int) -> tuple[Sampling, tuple[str, ...]]:
         run, asked = self._rules.sampling, call.options
-        if asked == _NOTHING_ASKED and room >= run.max_tokens:
-            return run, ()
         if asked.max_tokens is not None and asked.max_tokens < 1:
             raise unsupported("max_tokens", f"{asked.max_tokens}; a reply has at least 1 token")
+        key = replace(asked, seed=None) if asked.seed is not None else asked, min(room, run.max_tokens)
+        if key not in self._samplings:
+            if len(self._samplings) >= _KNOWN_SAMPLINGS:
+                self._samplings.clear()
+            self._samplings[key] = self._chosen(*key)
+        return self._samplings[key]
+
+    def _chosen(self, asked: Options, room: int) -> tuple[Sampling, tuple[str, ...]]:
+        run = self._rules.sampling
         chosen: dict[str, Any] = {}
         ignored = []
         for name in ("temperature", "top_p", "top_k"):
@@ -126,7 +134,7 @@ class TokenRespondent:
         limit = asked.max_tokens if asked.max_tokens is not None else run.max_tokens
         if asked.max_tokens is not None and asked.max_tokens > run.max_tokens:
             ignored.append("max_tokens")
-        chosen["max_tokens"] = min(limit, run.max_tokens, room)
+        chosen["max_tokens"] = min(limit, room)
         return replace(run, stop=run.stop + asked.stop, **chosen), tuple(ignored)
 
     def _seeded(self, sampling: Sampling, call: Call, first: int, sample: int) -> Sampling:

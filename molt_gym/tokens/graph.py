@@ -177,7 +177,7 @@ class TokenGraph:
             context = self._context(prompt.parent, prompt.context, len(prompt.ids))
             node = self._add(_Node(context, generation.ids, len(prompt.ids) + len(generation.ids), generation))
             self._remember(node, prompt.parent, prompt.ids + tuple(generation.ids))
-            self._replies[node] = copy.deepcopy(reply)
+            self._replies[node] = _copied(reply)
             digest = digest_of(reply)
             point = self._insert(prompt.place)
             self._prompts.add(point)
@@ -288,3 +288,7 @@ class TokenGraph:
     def _new_point(self) -> int:
         self._edges.append({})
         return len(self._edges) - 1
+
+
+def _copied(message: Message) -> Message:
+    return dict(message) if all(type(value) is str for value in message.values()) else copy.deepcopy(message)

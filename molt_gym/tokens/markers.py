@@ -120,11 +120,8 @@ class Markers:
 
     def _encode_piece(self, text: str, first: bool) -> tuple[int, ...]:
         speller = self._spell_first if first else self._spell
-        if len(text) < _STEP:
-            ids = speller.encode(text, add_special_tokens=False).ids
-        else:
-            # `encode` would hold the interpreter's lock all the while.
-            ids = speller.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        # `encode` would hold the interpreter's lock all the while, and takes longer.
+        ids = speller.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._control.isdisjoint(ids):
             return tuple(ids)
         (encoding,) = speller.encode_batch([text], add_special_tokens=False)
