@@ -18,9 +18,10 @@ from inspect import signature
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -62,7 +63,7 @@ class VllmHost:
     async def generate(self, ids: list[int], sampling: Sampling) -> Generation:
         """Sample one reply; cancelling the call takes the request out of the engine."""
         reply = Generation([], [], [], "abort")
-        async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), self._parameters(sampling),
+        async for output in self._llm.generate(tokens_input(ids), self._parameters(sampling),
                                                f"reply-{next(self._numbers)}"):
             reply = self._extended(reply, output.outputs[0])
         return reply
@@ -93,7 +94,7 @@ class VllmHost:
         """Log-probability of each id but the first after those before it, at temperature 1."""
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
                                     output_kind=RequestOutputKind.FINAL_ONLY)
-        async for output in self._llm.generate(TokensPrompt(prompt_token_ids=ids), parameters,
+        async for output in self._llm.generate(tokens_input(ids), parameters,
                                                f"score-{next(self._numbers)}"):
             entries = output.prompt_logprobs
         return [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)]
