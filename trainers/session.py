@@ -22,6 +22,7 @@ from .actor.actor import Actor
 from .config import Config
 from .evaluate import EvalResult, evaluate, held_out_kwargs
 from .parity import ParityProbe
+from .rollout.agent_episode import AgentServer
 from .rollout.engine import RolloutEngine
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
@@ -152,6 +153,8 @@ class Sampler:
         self._config, self._done = config, done
         self.renderer = load_renderer(path, config)
         self._threads = ThreadPoolExecutor(2, "molt-gym-encode")
+        # Evaluation shares it with the training that it interrupts: they may be told to use the same port.
+        self._agents = AgentServer(partial(loopback, config))
         self.engine: RolloutEngine = make_engine(path, self.renderer, config)
 
     def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> Runner:
@@ -166,7 +169,7 @@ class Sampler:
                              self._threads)
 
         return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
-                      serve=partial(loopback, self._config))
+                      server=self._agents)
 
     async def check_parity(self, actor: Actor) -> None:
         """Raise RunFailed where the engine, if it is code of its own, computes other log-probabilities than `actor`."""
@@ -187,7 +190,7 @@ class Sampler:
 def policy_runner(policy: Policy, maker: EnvMaker, config: Config) -> Runner:
     """Plays with a policy that is no model of ours."""
     return Runner(maker.env_id, maker, lambda ticket, attempt: PolicySeat(policy), limits(config),
-                  serve=partial(loopback, config))
+                  server=AgentServer(partial(loopback, config)))
 
 
 async def evaluate_with(runner: Runner, config: Config) -> EvalResult:

@@ -27,6 +27,34 @@ _PLAIN = (OrderEnforcing, PassiveEnvChecker, TimeLimit)
 Launch = Callable[[Session], Awaitable[AgentRun]]
 
 
+class AgentServer:
+    """The one server of all who share it: started for the first of them, and closed when the last is done with it."""
+
+    def __init__(self, make: Callable[[], LoopbackServer] = LoopbackServer) -> None:
+        self._make = make
+        self._server: LoopbackServer | None = None
+        self._users: set[object] = set()
+        self._changing = asyncio.Lock()
+
+    async def get(self, user: object) -> LoopbackServer:
+        """The server; it runs at least until this user's `release`."""
+        async with self._changing:
+            if self._server is None:
+                server = self._make()
+                await server.start()
+                self._server = server
+            self._users.add(user)
+            return self._server
+
+    async def release(self, user: object) -> None:
+        """This user needs it no more; without effect if it never did."""
+        async with self._changing:
+            self._users.discard(user)
+            if self._server is not None and not self._users:
+                server, self._server = self._server, None
+                await server.close()
+
+
 def plays_itself(env: gym.Env) -> bool:
     """Whether the env is an agent with nothing around it but what `gymnasium.make` puts there."""
     while isinstance(env, gym.Wrapper):

@@ -20,12 +20,11 @@ import numpy as np
 from molt_gym.agents import AgentRun
 from molt_gym.errors import EnvFailure, PromptTooLong
 from molt_gym.messages import Conversation, Message, validate_conversation
-from molt_gym.server.server import LoopbackServer
 from molt_gym.server.session import Session
 from molt_gym.task_env import finite
 from molt_gym.tokens import Failure, Trajectory
 
-from .agent_episode import info_of, play_agent, plays_itself
+from .agent_episode import AgentServer, info_of, play_agent, plays_itself
 from .env_worker import DeadlinePassed, EnvPool, EnvWorker, choose_task
 from .seats import Seat
 from .ticket import Ticket
@@ -59,7 +58,7 @@ class Runner:
         seat: whom to ask in attempt number `attempt` at a ticket.
         live: entered while a rollout goes on, such as `Gate.rollout`.
         done: called with each trajectory, as it ends.
-        serve: makes the server for agents; called when the first of them plays.
+        server: for agents, which other runners may share; by default one of its own.
     """
 
     def __init__(
@@ -71,13 +70,11 @@ class Runner:
         *,
         live: Callable[[], AbstractContextManager[None]] = nullcontext,
         done: Callable[[Trajectory], None] = lambda _: None,
-        serve: Callable[[], LoopbackServer] = LoopbackServer,
+        server: AgentServer | None = None,
     ) -> None:
         self.env_id, self.limits = env_id, limits
         self._envs = EnvPool(make)
-        self._seat, self._live, self._done, self._serve = seat, live, done, serve
-        self._server: LoopbackServer | None = None
-        self._starting = asyncio.Lock()
+        self._seat, self._live, self._done, self._server = seat, live, done, server or AgentServer()
         self.retried: Counter[str] = Counter()
         """Failures by reason that a new attempt followed; for the reader to clear."""
 
@@ -98,11 +95,9 @@ class Runner:
         self._envs.close()
 
     async def aclose(self) -> None:
-        """`close`, and stop the server for agents, if it runs."""
+        """`close`, and stop the server for agents, unless others use it."""
         self._envs.close()
-        if self._server is not None:
-            server, self._server = self._server, None
-            await server.close()
+        await self._server.release(self)
 
     async def _attempt(self, ticket: Ticket, attempt: int) -> tuple[Trajectory, bool]:
         started, retry = time.perf_counter(), False
@@ -144,11 +139,7 @@ class Runner:
         trajectory.reward = finite(total, "the sum of the rewards")
 
     async def _agent_episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
-        async with self._starting:
-            if self._server is None:
-                server = self._serve()
-                await server.start()
-                self._server = server
+        server = await self._server.get(self)
         max_turns = await self._env("reset", worker, lambda env: env.spec.max_episode_steps if env.spec else None,
                                     self.limits.reset_timeout)
 
@@ -157,7 +148,7 @@ class Runner:
                 session, index=ticket.index, seed=ticket.env_seed, max_turns=max_turns,
                 timeout=self.limits.episode_timeout), self.limits.reset_timeout)
 
-        result = await play_agent(self._server, seat, launch, max_turns)
+        result = await play_agent(server, seat, launch, max_turns)
         trajectory.info, trajectory.truncated = _plain(info_of(result)), result.truncated
         trajectory.terminated = not result.truncated
         trajectory.reward = finite(result.reward, "the reward of the agent")

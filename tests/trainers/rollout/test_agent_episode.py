@@ -5,7 +5,9 @@ import gymnasium as gym
 import pytest
 
 from molt_gym import AgentEnv, EnvFailure, Result, as_policy
+from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Sampling
+from molt_gym.trainers.rollout.agent_episode import AgentServer
 from molt_gym.trainers.rollout.gate import OpenGate
 from molt_gym.trainers.rollout.runner import Limits, Runner
 from molt_gym.trainers.rollout.seats import PolicySeat, TokenSeat
@@ -198,6 +200,38 @@ async def test_the_server_can_be_bound_where_containers_reach_it(tiny_path):
         "rollout.server_host": "0.0.0.0", "rollout.server_url": "http://host.docker.internal:9"})
     async with loopback(config) as server:
         assert server.url == "http://host.docker.internal:9" and server._bound == "0.0.0.0"
+
+
+async def test_runners_that_share_a_server_need_one_port(unused_tcp_port):
+    async def run(ctx):
+        await ask(ctx, ASK)
+        return 1
+
+    server = AgentServer(lambda: LoopbackServer(port=unused_tcp_port))
+    training, evaluation = [
+        Runner("Agent-v0", maker(run), lambda ticket, attempt: PolicySeat(as_policy(lambda _: "yes")), Limits(),
+               server=server) for _ in range(2)]
+    rewards = [(await play(training)).reward, (await play(evaluation)).reward]
+    await evaluation.aclose()
+    rewards.append((await play(training)).reward)
+    await training.aclose()
+    assert rewards == [1, 1, 1]
+    async with LoopbackServer(port=unused_tcp_port):
+        pass
+
+
+async def test_training_and_evaluation_share_a_server(tiny_path, toys):
+    from molt_gym.trainers.config import load_config
+    from molt_gym.trainers.session import Sampler, env_maker
+
+    config = load_config("toy_envs:Letters-v0", model=str(tiny_path), overrides={"rollout.max_context": 256})
+    sampler = Sampler(tiny_path, config)
+    try:
+        one, other = [sampler.runner(env_maker(config), 1.0, ordered=False) for _ in range(2)]
+        assert await one._server.get(one) is await other._server.get(other)
+        await asyncio.gather(one.aclose(), other.aclose())
+    finally:
+        await sampler.engine.close()
 
 
 async def test_a_policy_that_fails_is_asked_three_times_and_named_as_the_reason(policy_runner):
