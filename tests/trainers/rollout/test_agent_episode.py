@@ -224,7 +224,8 @@ async def test_training_and_evaluation_share_a_server(tiny_path, toys):
     from molt_gym.trainers.config import load_config
     from molt_gym.trainers.session import Sampler, env_maker
 
-    config = load_config("toy_envs:Letters-v0", model=str(tiny_path), overrides={"rollout.max_context": 256})
+    config = load_config("toy_envs:Letters-v0", model=str(tiny_path), overrides={
+        "rollout.max_context": 256, "rollout.max_tokens": 8})
     sampler = Sampler(tiny_path, config)
     try:
         one, other = [sampler.runner(env_maker(config), 1.0, ordered=False) for _ in range(2)]
