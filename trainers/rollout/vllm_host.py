@@ -43,8 +43,8 @@ SHUTDOWN = 5.0
 class VllmHost:
     """An engine; make it on a running event loop.
 
-    Where outputs do not say which weights sampled what (before vLLM 0.32), a token gets the version that was in use
-    when it arrived, which is the same, as weights change in pauses only.
+    Where outputs do not say which weights sampled what (before vLLM 0.32), it is known from how many tokens each
+    request in flight had at an update.
     """
 
     def __init__(self, spec: HostSpec) -> None:
@@ -56,28 +56,28 @@ class VllmHost:
         self._stop_token_ids, self._seeded = spec.stop_token_ids, spec.cpu
         known = any(field.name == "weight_versions" for field in fields(CompletionOutput))
         self._spans = known and spec.spans
-        self._kind = RequestOutputKind.FINAL_ONLY if self._spans else RequestOutputKind.DELTA
         self._numbers = itertools.count()
         self._version = 0
+        self._starts: dict[str, list[tuple[int, int]]] = {}
 
     async def generate(self, ids: list[int], sampling: Sampling) -> Generation:
         """Sample one reply; cancelling the call takes the request out of the engine."""
-        reply = Generation([], [], [], "abort")
-        async for output in self._llm.generate(tokens_input(ids), self._parameters(sampling),
-                                               f"reply-{next(self._numbers)}"):
-            reply = self._extended(reply, output.outputs[0])
-        return reply
-
-    def _extended(self, reply: Generation, output: CompletionOutput) -> Generation:
-        ids = list(output.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs or (), strict=True)]
-        versions = [self._version] * len(ids)
+        name = f"reply-{next(self._numbers)}"
+        starts = self._starts[name] = [(self._version, 0)]
+        try:
+            async for answer in self._llm.generate(tokens_input(ids), self._parameters(sampling), name):
+                output = answer.outputs[0]
+        finally:
+            del self._starts[name]
         if self._spans:
-            for span in output.weight_versions or ():
-                version = 0 if span.version == "default" else int(span.version)
-                versions[span.start : span.end] = [version] * (span.end - span.start)
+            starts = [(0 if span.version == "default" else int(span.version), span.start)
+                      for span in output.weight_versions or ()] or starts
+        sampled = list(output.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(sampled, output.logprobs or (), strict=True)]
+        ends = [start for _, start in starts[1:]] + [len(sampled)]
+        versions = [version for (version, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
         reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
-        return Generation(reply.ids + ids, reply.logprobs + logprobs, reply.versions + versions, reason)
+        return Generation(sampled, logprobs, versions, reason)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
         # A generator of its own for each request is slow on GPUs, where replies depend on the batch anyway.
@@ -88,15 +88,15 @@ class VllmHost:
             stop_token_ids=sorted({*self._stop_token_ids, *sampling.stop_token_ids}), ignore_eos=True,
             max_tokens=sampling.max_tokens, min_tokens=0, logprobs=0, prompt_logprobs=None, bad_words=None,
             logit_bias=None, allowed_token_ids=None, detokenize=bool(sampling.stop), skip_special_tokens=False,
-            spaces_between_special_tokens=False, include_stop_str_in_output=True, output_kind=self._kind)
+            spaces_between_special_tokens=False, include_stop_str_in_output=True,
+            output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def score(self, ids: list[int]) -> list[float]:
         """Log-probability of each id but the first after those before it, at temperature 1."""
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
                                     output_kind=RequestOutputKind.FINAL_ONLY)
-        async for output in self._llm.generate(tokens_input(ids), parameters,
-                                               f"score-{next(self._numbers)}"):
-            entries = output.prompt_logprobs
+        async for answer in self._llm.generate(tokens_input(ids), parameters, f"score-{next(self._numbers)}"):
+            entries = answer.prompt_logprobs
         return [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)]
 
     async def connect(self, invitation: dict[str, Any]) -> None:
@@ -129,6 +129,9 @@ class VllmHost:
             await self._llm.finish_weight_update()
         await self.reset_prefix_cache()
         self._version = version
+        for state in self._llm.output_processor.request_states.values():
+            if (starts := self._starts.get(state.external_req_id)) is not None:
+                starts.append((version, state.detokenizer.num_output_tokens()))
 
     async def reset_prefix_cache(self) -> None:
         """Forget what earlier requests left, and what those in flight have computed, which they compute again.
