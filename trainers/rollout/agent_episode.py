@@ -76,7 +76,8 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
         launch: starts it, given its session.
 
     Raises:
-        EnvFailure: from the agent, or because it asked nothing.
+        EnvFailure: from the agent, because it asked nothing, or, with the reason "timeout", because its own deadline
+            passed.
     """
     session = server.open(seat.respondent, max_turns=max_turns)
     run: AgentRun | None = None
@@ -85,7 +86,9 @@ async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_tur
     try:
         run = await launch(session)
         ended = asyncio.wrap_future(run.future)
-        await asyncio.wait([ended, over], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([ended, over], timeout=run.context.remaining(), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done() and not over.done():
+            raise EnvFailure("timeout", "the agent has not ended before its deadline (run_timeout)")
         if not ended.done():
             await asyncio.wait([ended], timeout=END_TIMEOUT)
         result = ended.result() if ended.done() else replace(run.so_far(), truncated=True)

@@ -23,9 +23,10 @@ async def ask(ctx, messages, client=None, **options):
     return [*messages, completion.choices[0].message.model_dump(exclude_none=True)]
 
 
-def maker(run, max_turns=None, wrapper=None):
+def maker(run, max_turns=None, wrapper=None, **kwargs):
     """Makes the env of an agent as `gymnasium.make` does, with a wrapper of the user's own around it or not."""
-    spec = gym.envs.registration.EnvSpec("Agent-v0", AgentEnv, max_episode_steps=max_turns, kwargs={"agent": run})
+    kwargs = {"agent": run, **kwargs}
+    spec = gym.envs.registration.EnvSpec("Agent-v0", AgentEnv, max_episode_steps=max_turns, kwargs=kwargs)
 
     def make():
         env = gym.make(spec)
@@ -261,6 +262,21 @@ async def test_an_agent_that_never_ends_is_stopped_at_the_deadline(policy_runner
 
     trajectory = await play(policy_runner(maker(run), retries=0, episode_timeout=0.3))
     assert trajectory.failure.reason == "episode_timeout" and await asyncio.to_thread(ended.wait, 5)
+
+
+async def test_an_agent_is_stopped_at_the_deadline_of_its_env(policy_runner):
+    ended = threading.Event()
+
+    async def run(ctx):
+        await ask(ctx, ASK)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    trajectory = await play(policy_runner(maker(run, run_timeout=0.5), retries=0))
+    assert trajectory.failure.reason == "timeout" and "run_timeout" in trajectory.failure.message
+    assert await asyncio.to_thread(ended.wait, 5)
 
 
 async def test_a_blocking_agent_holds_up_nobody(policy_runner):
