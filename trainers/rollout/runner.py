@@ -79,7 +79,7 @@ class Runner:
         """Failures by reason that a new attempt followed; for the reader to clear."""
 
     async def play(self, ticket: Ticket) -> Trajectory:
-        """The rollout, played again up to `retries` times if the env failed."""
+        """The rollout, played again up to `retries` times if the env failed, but not if the policy did."""
         with self._live():
             for attempt in range(self.limits.retries + 1):
                 trajectory, retry = await self._attempt(ticket, attempt)
@@ -108,7 +108,8 @@ class Runner:
             async with asyncio.timeout(self.limits.episode_timeout):
                 await self._episode(trajectory, seat, worker, ticket)
         except (EnvFailure, _Failed) as error:
-            retry = isinstance(error, EnvFailure)
+            # SDKs have sent a request that failed again already: two budgets of retries would multiply.
+            retry = isinstance(error, EnvFailure) and error.reason != "generation"
             trajectory.failure = _failure(error.reason, str(error), error)
         except TimeoutError as error:
             message = f"no end within {self.limits.episode_timeout:g} s (rollout.episode_timeout)"

@@ -246,7 +246,7 @@ async def test_a_policy_that_fails_is_asked_three_times_and_named_as_the_reason(
     async def run(ctx):
         await ask(ctx, ASK)
 
-    trajectory = await play(policy_runner(maker(run), policy, retries=0))
+    trajectory = await play(policy_runner(maker(run), policy))
     assert trajectory.failure.reason == "generation" and "out of memory" in trajectory.failure.message
     assert len(asked) == 3
 
