@@ -49,3 +49,8 @@ def invalid(param: str, message: str) -> WireError:
 def unsupported(param: str, message: str) -> WireError:
     """A field is right, but a policy that is being trained cannot honour it."""
     return WireError("unsupported", f"{param}: {message}", param=param, code="unsupported_parameter")
+
+
+def aborted() -> WireError:
+    """The engine gave a reply up."""
+    return WireError("unavailable", "the reply was aborted", code="aborted", retry=True)

@@ -19,7 +19,7 @@ from ..policy import Policy
 from ..spaces import AssistantMessageSpace
 from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
 from ..tokens.parsing import malformed_calls
-from .errors import WireError, unsupported
+from .errors import WireError, aborted, unsupported
 from .exchange import Call, Options, Reply, Token
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class TokenRespondent:
         self, call: Call, prompt: Prompt, generation: Generation, stops: tuple[str, ...], ignored: tuple[str, ...]
     ) -> Reply:
         if generation.finish_reason == "abort":
-            raise WireError("unavailable", "the reply was aborted", code="aborted", retry=True)
+            raise aborted()
         message = self._renderer.parse(generation.ids, call.messages, call.tools, stop=stops)
         stop = None
         if call.options.stop and generation.finish_reason == "stop":

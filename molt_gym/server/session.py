@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import PromptTooLong
-from .errors import WireError
+from .errors import WireError, aborted
 from .exchange import Call, Completion, Respondent
 from .memory import WireMemory
 
@@ -100,7 +100,7 @@ class Session:
             waiter = asyncio.current_task()
             if not turn.task.cancelled() or waiter is not None and waiter.cancelling():
                 raise
-            raise _aborted() if self._open else _closed() from None
+            raise self._explained(aborted()) if self._open else _closed() from None
         finally:
             turn.waiters -= 1
             if not turn.waiters:
@@ -183,6 +183,7 @@ class Session:
 
     def _explained(self, error: Exception, *, late: bool = False) -> WireError:
         if isinstance(error, WireError):
+            self.failure = error if error.kind == "unavailable" else self.failure
             return error
         if isinstance(error, PromptTooLong):
             self.overflowed = True
@@ -192,10 +193,6 @@ class Session:
             return WireError("unavailable", f"no reply within {self._timeout:g} s", code="deadline_exceeded")
         return WireError("unavailable", f"the policy failed: {type(error).__name__}: {error}", code="engine_failed",
                          retry=True)
-
-
-def _aborted() -> WireError:
-    return WireError("unavailable", "the reply was aborted", code="aborted", retry=True)
 
 
 def _closed() -> WireError:

@@ -57,6 +57,7 @@ async def test_an_engine_that_gives_up_is_no_lost_connection_and_no_deadline(age
     with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match="aborted|of the engine") as failed:
         await agent.ask(name, OK)
     assert failed.value.status_code == 503 and failed.value.response.headers["x-should-retry"] == "true"
+    assert agent.session.failure is not None
 
 
 async def test_if_one_of_the_choices_fails_the_others_are_aborted(agent_of):
