@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
@@ -50,10 +52,14 @@ async def until(condition, seconds=20.0):
             await asyncio.sleep(0.002)
 
 
-def alive(group: int) -> list[str]:
-    """The processes of a group that are not mere zombies, by number, group, state and command line."""
-    listed = subprocess.run(["ps", "-eo", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.split()[1] == str(group) and line.split()[2][0] != "Z"]
+def alive(group: int) -> dict[int, str]:
+    """The processes of a group that are not mere zombies: their numbers and command lines."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +400,7 @@ async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(make):
 async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, play, monkeypatch):
     engine = make()
     await update(engine, load(), 1)
-    core, = (int(line.split()[0]) for line in alive(engine._host.pid) if "EngineCore" in line)
+    core, = (number for number, words in alive(engine._host.pid).items() if "EngineCore" in words)
     monkeypatch.setattr(vllm_engine, "CALL_TIMEOUT", 0.5)
     monkeypatch.setattr(vllm_engine, "TIMEOUT", timedelta(seconds=1))
     os.kill(core, signal.SIGSTOP)
