@@ -7,6 +7,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..server.exchange import Call, Reply, Respondent
@@ -73,10 +74,12 @@ class QueueRespondent:
 
     async def answer(self, call: Call) -> list[Reply]:
         """See `Respondent`."""
+        ignored = call.options.without_tokens()
         questions = [Question(call) for _ in range(call.n)]
         for question in questions:
             self._put(question)
-        return list(await asyncio.gather(*(question.reply for question in questions)))
+        replies = await asyncio.gather(*(question.reply for question in questions))
+        return [replace(reply, ignored=ignored) for reply in replies]
 
     async def count(self, call: Call) -> int:
         """0: who answers an env's requests need not have tokens."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ..messages import InternedTools, Message
-from .errors import WireError
+from .errors import WireError, unsupported
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -31,6 +31,17 @@ class Options:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: bool = False
+
+    def without_tokens(self) -> tuple[str, ...]:
+        """Names of what a request asks for in vain where whoever answers it writes messages, and has no tokens.
+
+        Raises:
+            WireError: it asks for log-probabilities.
+        """
+        if self.logprobs:
+            raise unsupported("logprobs", "this policy answers in text and has none; leave it out")
+        names = ("temperature", "top_p", "top_k", "max_tokens", "stop", "seed")
+        return tuple(name for name in names if getattr(self, name) not in (None, ()))
 
 
 @dataclass(frozen=True)

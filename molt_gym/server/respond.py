@@ -200,9 +200,8 @@ class PolicyRespondent:
 
     async def answer(self, call: Call) -> list[Reply]:
         """See `Respondent.answer`."""
-        if call.options.logprobs:
-            raise unsupported("logprobs", "this policy answers in text and has none; leave it out")
-        replies = await _all([self._sample(call) for _ in range(call.n)])
+        ignored = call.options.without_tokens()
+        replies = [replace(reply, ignored=ignored) for reply in await _all([self._sample(call) for _ in range(call.n)])]
         self.turns, self.last = self.turns + len(replies), (call, replies[-1])
         return replies
 

@@ -134,6 +134,20 @@ def test_the_cap_on_turns_is_a_truncation(adding, say):
         assert all(type(flag) is bool for end in ends for flag in end)
 
 
+def test_what_a_message_cannot_honour_is_refused_or_named_to_the_agent(make_env, say):
+    def agent(ctx):
+        create = ctx.openai().chat.completions.with_raw_response.create
+        messages = [{"role": "user", "content": "hi"}]
+        reply = create(model="m", messages=messages, stop=["."], temperature=0.5, max_tokens=3, seed=1)
+        with pytest.raises(openai.UnprocessableEntityError, match="logprobs"):
+            create(model="m", messages=messages, logprobs=True)
+        return Result(info={"ignored": reply.headers["x-molt-gym-ignored"]})
+
+    env = make_env(agent)
+    env.reset(seed=0)
+    assert env.step(say("hello"))[4]["ignored"] == "max_tokens, seed, stop, temperature"
+
+
 def test_a_run_that_was_cut_off_is_a_truncation(make_env, say):
     def agent(ctx):
         ask(ctx.openai(), "hi")

@@ -129,6 +129,9 @@ async def test_a_policy_without_tokens_calls_tools_samples_twice_and_has_no_logp
     assert sorted(choice.message.content for choice in two.choices) == ["2: ok", "3: ok"]
     with pytest.raises(openai.UnprocessableEntityError, match="logprobs"):
         await agent.chat(OK, logprobs=True)
+    raw = await agent.openai.chat.completions.with_raw_response.create(
+        model="m", messages=[OK], stop=".", max_completion_tokens=2, top_p=0.5)
+    assert raw.headers["x-molt-gym-ignored"] == "max_tokens, stop, top_p"
     assert (await agent.anthropic.messages.count_tokens(model="m", messages=[OK])).input_tokens == 0
 
 
