@@ -4,8 +4,9 @@ Used on both sides; needs torch alone. Invariants: a bucket holds whole paramete
 `BUCKET_BYTES`, unless one parameter is larger; nothing is sent before the receivers were told what comes; every wait
 has a deadline.
 
-Only "gloo" was ever run. "nccl" (trainer and engine on GPUs of their own) differs in nothing but the process group, and
-"ipc" (both on one GPU) maps the bucket's memory instead of copying it through a group: neither has been run.
+"gloo" runs in the tests; "ipc" (both on one GPU), which maps the bucket's memory instead of copying it through a group,
+was run by benchmarks/vllm_updates.py. "nccl" (trainer and engine on GPUs of their own) differs from gloo in nothing but
+the process group, and has not been run.
 """
 
 import pickle
