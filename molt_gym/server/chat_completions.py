@@ -33,7 +33,10 @@ _NEUTRAL: dict[str, Any] = {
     # of vLLM
     "repetition_penalty": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False, "structured_outputs": None,
     "chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "add_generation_prompt": True,
-    "echo": False,
+    "echo": False, "documents": [], "truncate_prompt_tokens": None, "prompt_logprobs": None, "stop_token_ids": [],
+    "include_stop_str_in_output": False, "allowed_token_ids": None, "bad_words": [], "thinking_token_budget": None,
+    "use_beam_search": False, "length_penalty": 1, "repetition_detection": None, "guided_json": None,
+    "guided_regex": None, "guided_choice": None, "guided_grammar": None,
 }
 REFUSED = {name: (value, _FREE) for name, value in _NEUTRAL.items()} | {
     "functions": ([], _OLD), "function_call": (None, _OLD)}

@@ -194,6 +194,7 @@ def test_what_has_no_effect_is_accepted():
         user="u", metadata={"a": "b"}, store=True, service_tier="auto", reasoning_effort="high", verbosity="low",
         prompt_cache_key="k", safety_identifier="s", prediction={"type": "content", "content": ""}, made_up=[{}],
         frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1.0, logit_bias={}, top_logprobs=0, min_p=0,
+        stop_token_ids=[], bad_words=[], use_beam_search=False, length_penalty=1.0, documents=None,
         response_format={"type": "text"}, modalities=["text"], audio=None, functions=[], chat_template_kwargs={},
     )  # fmt: skip
 
@@ -307,6 +308,11 @@ UNSUPPORTED = [
     ({"presence_penalty": -1}, "presence_penalty"),
     ({"repetition_penalty": 1.1}, "repetition_penalty"),
     ({"repetition_penalty": True}, "repetition_penalty"),
+    ({"stop_token_ids": [5]}, "stop_token_ids"),
+    ({"bad_words": ["a"]}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"guided_choice": ["yes", "no"]}, "guided_choice"),
+    ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
     ({"logit_bias": {"50256": -100}}, "logit_bias"),
     ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
     ({"modalities": ["text", "audio"]}, "modalities"),
