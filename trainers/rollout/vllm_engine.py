@@ -8,9 +8,7 @@ that equal runs can differ in the last bits; and on GPUs seeds are not used.
 """
 
 import asyncio
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from molt_gym.errors import ConfigError, PromptTooLong, RunFailed
 from molt_gym.tokens import Generation, Renderer
 
 from ..architecture import check_architecture
+from .busy_clock import BusyClock
 from .engine import Request
 from .vllm_process import HostProcess
 from .vllm_spec import Backend, HostSpec
@@ -78,7 +77,7 @@ class VllmEngine:
             self._wait()
         self._sender: Sender | None = None
         self._paused = False
-        self._clock = _Clock()
+        self._clock = BusyClock()
 
     def _wait(self) -> None:
         try:
@@ -91,6 +90,11 @@ class VllmEngine:
     def busy_seconds(self) -> float:
         """Time in which requests were in flight and not paused."""
         return self._clock.read()
+
+    @property
+    def ended(self) -> Exception | None:
+        """Why there is no engine any more."""
+        return self._host.ended
 
     def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
         """Queue requests."""
@@ -144,22 +148,39 @@ class VllmEngine:
         if not self._paused:
             raise RuntimeError("update_weights needs a paused engine; call pause() first")
         try:
-            await self._update(weights, version)
+            await self.begin_update()
+            packed = self.pack(weights)
+            # The iterator may gather from other ranks, so it is not advanced on the event loop.
+            while (bucket := await asyncio.to_thread(next, packed, None)) is not None:
+                await self.take(bucket)
+            await self.end_update(version)
         except BaseException as error:
             words = RunFailed(f"the engine ended as its weights were not updated: {error}")
             await asyncio.shield(asyncio.to_thread(self._host.close, words))
             raise
-        self.version = version
 
-    async def _update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def begin_update(self) -> None:
+        """The first part of `update_weights`, for who sends to several engines. After an error in one, close it."""
         if self._sender is None:
             self._sender = await self._connected()
         await self._call("start_update")
-        packed = buckets(weights, self._dtype, self._device)
-        # The iterator may gather from other ranks, so it is not advanced on the event loop.
-        while (bucket := await asyncio.to_thread(next, packed, None)) is not None:
-            await self._transfer(self._sender, bucket)
+
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+        """What `take` takes; engines of the same dtype on the same device may share it."""
+        return buckets(weights, self._dtype, self._device)
+
+    async def take(self, bucket: Bucket) -> None:
+        """Send one bucket."""
+        if self._sender is None:
+            raise RuntimeError("take needs begin_update() before it")
+        sender = self._sender
+        taken = self._call("receive", sender.announcement(bucket), timeout=TIMEOUT.total_seconds())
+        await _both(taken, asyncio.to_thread(sender.send, bucket))
+
+    async def end_update(self, version: int) -> None:
+        """Put the new weights to use."""
         await self._call("finish_update", version)
+        self.version = version
 
     async def _connected(self) -> Sender:
         sender = await asyncio.to_thread(Sender, self._spec.backend, self._device, self._spec.workers)
@@ -167,13 +188,13 @@ class VllmEngine:
         await _both(joining, asyncio.to_thread(sender.join))
         return sender
 
-    async def _transfer(self, sender: Sender, bucket: Bucket) -> None:
-        taken = self._call("receive", sender.announcement(bucket), timeout=TIMEOUT.total_seconds())
-        await _both(taken, asyncio.to_thread(sender.send, bucket))
-
     async def score(self, ids: list[int]) -> list[float]:
         """Log-probability of each id but the first, at temperature 1."""
         return await self._call("score", ids)
+
+    async def scores(self, ids: list[int]) -> list[list[float]]:
+        """`score` of each engine, which is this one."""
+        return [await self.score(ids)]
 
     async def reset_prefix_cache(self) -> None:
         """Forget what earlier requests left."""
@@ -213,36 +234,3 @@ async def _both(call: Any, work: Any) -> None:
         theirs.result()
     theirs.cancel()
     await ours
-
-
-class _Clock:
-    """Adds up the time in which something is in flight."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._flying, self._paused, self._total, self._since = 0, False, 0.0, time.perf_counter()
-
-    def enter(self) -> None:
-        self._change(flying=1)
-
-    def leave(self) -> None:
-        self._change(flying=-1)
-
-    def pause(self) -> None:
-        self._change(paused=True)
-
-    def resume(self) -> None:
-        self._change(paused=False)
-
-    def read(self) -> float:
-        return self._change()
-
-    def _change(self, flying: int = 0, paused: bool | None = None) -> float:
-        with self._lock:
-            now = time.perf_counter()
-            if self._flying and not self._paused:
-                self._total += now - self._since
-            self._since = now
-            self._flying += flying
-            self._paused = self._paused if paused is None else paused
-            return self._total
