@@ -119,7 +119,7 @@ class TokenGraph:
     def prepare_short(
         self, messages: Sequence[Message], tools: Tools = (), *, limit: float = math.inf, at_most: int
     ) -> Prompt | None:
-        """The same, or None if more than about `at_most` characters had to be encoded, which takes its time."""
+        """The same, or None if more than about `at_most` characters, of tools too, had to be encoded: that is slow."""
         fresh = itertools.takewhile(lambda message: not has_digest(message), reversed(messages))
         if sum(map(text_length, fresh)) > at_most:
             return None
@@ -145,7 +145,7 @@ class TokenGraph:
             # A recorded prompt, or a recorded reply, that it goes on from, but not as it was recorded.
             forked = forked or length < len(messages) and point in self._prompts
             forked = forked or digests[length - 1] in self._reply_digests
-        if at_most < math.inf and sum(map(text_length, messages)) > at_most:
+        if at_most < math.inf and sum(map(text_length, messages)) + len(str(tools)) > at_most:
             return None
         ids = tuple(self._renderer.render(messages, tools, limit=limit))
         return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)

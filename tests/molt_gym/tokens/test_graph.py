@@ -284,6 +284,16 @@ def test_only_a_prompt_with_little_new_text_is_made_in_short(session):
     assert short([*talk, long], at_most=100) is None and not has_digest(long)
 
 
+@pytest.mark.filterwarnings("ignore:.*drops tools")
+def test_tools_that_are_shown_for_the_first_time_are_text_to_encode(session):
+    talk = list(map(InternedMessage, session.ask([InternedMessage(OK)], [265, END], tools=InternedTools([ADD]))))
+    tools = InternedTools([ADD | {"description": "x" * 1000}])
+    assert session.graph.prepare_short(talk[:1], tools, at_most=1000) is None
+    assert session.graph.prepare_short(talk[:1], tools, at_most=2000).kind == "root"
+    goes_on = session.graph.prepare_short([*talk, InternedMessage(OK)], InternedTools([ADD]), at_most=10)
+    assert goes_on.kind == "extend"
+
+
 def test_history_that_the_template_writes_anew_is_text_to_encode(renderer_of, engine):
     session = Session(renderer_of(), engine)
     talk = session.ask([{"role": "user", "content": "x" * 50}], THOUGHT)
