@@ -13,7 +13,7 @@ import gymnasium as gym
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from molt_gym.agents import AgentEnv, AgentRun, Result
-from molt_gym.errors import EnvFailure
+from molt_gym.errors import ConfigError, EnvFailure
 from molt_gym.server.server import LoopbackServer
 from molt_gym.server.session import Session
 
@@ -37,11 +37,19 @@ class AgentServer:
         self._changing = asyncio.Lock()
 
     async def get(self, user: object) -> LoopbackServer:
-        """The server; it runs at least until this user's `release`."""
+        """The server; it runs at least until this user's `release`.
+
+        Raises:
+            ConfigError: it cannot listen where the settings say.
+        """
         async with self._changing:
             if self._server is None:
                 server = self._make()
-                await server.start()
+                try:
+                    await server.start()
+                except OSError as error:
+                    raise ConfigError(f"rollout.server_host, rollout.server_port: {error}; write an address of this "
+                                      "machine and a port that is free, or 0 for any") from error
                 self._server = server
             self._users.add(user)
             return self._server

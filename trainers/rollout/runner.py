@@ -1,7 +1,8 @@
 """Plays one rollout, from reset to the reward.
 
 Invariants: a rollout ends with a finite reward or with a `Failure` that says why not, never with an exception (but for
-cancellation); every wait has a deadline; an env whose state is unknown is not used again.
+cancellation, and a setting that cannot be: an address where the server for agents cannot listen); every wait has a
+deadline; an env whose state is unknown is not used again.
 """
 
 import asyncio

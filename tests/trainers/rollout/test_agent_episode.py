@@ -5,6 +5,7 @@ import gymnasium as gym
 import pytest
 
 from molt_gym import AgentEnv, EnvFailure, Result, as_policy
+from molt_gym.errors import ConfigError
 from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Sampling
 from molt_gym.trainers.rollout.agent_episode import AgentServer
@@ -219,6 +220,19 @@ async def test_runners_that_share_a_server_need_one_port(unused_tcp_port):
     assert rewards == [1, 1, 1]
     async with LoopbackServer(port=unused_tcp_port):
         pass
+
+
+async def test_a_port_that_is_taken_is_said_by_its_setting(unused_tcp_port):
+    async def run(ctx):
+        return 1
+
+    server = AgentServer(lambda: LoopbackServer(port=unused_tcp_port))
+    runner = Runner("Agent-v0", maker(run), lambda ticket, attempt: PolicySeat(as_policy(lambda _: "yes")), Limits(),
+                    server=server)
+    async with LoopbackServer(port=unused_tcp_port):
+        with pytest.raises(ConfigError, match="rollout.server_port.* 0 for any"):
+            await play(runner)
+    await runner.aclose()
 
 
 async def test_training_and_evaluation_share_a_server(tiny_path, toys):
