@@ -35,7 +35,7 @@ class AgentEnv(TaskEnv):
         agent: what `load_agent` takes: "package.module:Name", a `ChatAgent` or a function `run(ctx)`.
         render_mode: "ansi" to get the transcript of the last request from `render()`.
         run_timeout: seconds that a run may take, including the time in which its requests wait for `step`; None: 600,
-            or in training `rollout.episode_timeout`.
+            or in training, without a wrapper of yours around the env, `rollout.episode_timeout`.
         **agent_kwargs: arguments of the agent.
     """
 
