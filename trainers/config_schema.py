@@ -63,6 +63,8 @@ class RolloutConfig(Section):
     """What samples tokens: plain transformers in this process, or vLLM in a process of its own."""
     engine_args: Table = {}
     """Further arguments of vLLM's AsyncEngineArgs, such as gpu_memory_utilization."""
+    engines: Count = 1
+    """Engines that share the rollouts; more than one with vllm only."""
     groups_per_step: Count = 4
     """Tasks a step trains on; each is played group_size times."""
     group_size: Count = 8
@@ -82,7 +84,7 @@ class RolloutConfig(Section):
     max_staleness: Natural = 0
     """Weight versions that a trained token may lag behind; 0 is strictly on-policy."""
     max_concurrency: Count = 64
-    """Most sequences that the engine decodes at once; further ones queue."""
+    """Most sequences that an engine decodes at once; further ones queue."""
     dtype: Dtype = "auto"
     """Precision of the sampler; auto follows actor.dtype."""
     history: Literal["rerender", "keep"] = "rerender"
@@ -320,6 +322,9 @@ def _engine_contradictions(config: Config) -> Iterator[str]:
     if rollout.engine == "transformers" and rollout.engine_args:
         yield (f"rollout.engine_args: {', '.join(rollout.engine_args)} with rollout.engine = 'transformers', which "
                "takes none; leave them out or write rollout.engine = 'vllm'")
+    if rollout.engine == "transformers" and rollout.engines > 1:
+        yield (f"rollout.engines: {rollout.engines} with rollout.engine = 'transformers', which runs in the trainer's "
+               "own process; write rollout.engines = 1 or rollout.engine = 'vllm'")
     for name in rollout.engine_args:
         if name in _ENGINE_OPTIONS:
             option = _ENGINE_OPTIONS[name]

@@ -24,7 +24,7 @@ from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
-from .step_metrics import rollout_metrics, sampled_tokens
+from .step_metrics import engine_metrics, rollout_metrics, sampled_tokens
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Loop:
         times["time/weights"] = time.perf_counter() - sent
         times["time/generate"] = self.engine.busy_seconds - busy
         times["time/step"] = time.perf_counter() - started
-        metrics |= times
+        metrics |= times | engine_metrics(self.engine)
         metrics |= _rates(metrics, batch.played, groups)
         self.run_dir.write_rollouts(self.step, batch.played)
         self.run_dir.append_metrics(metrics)

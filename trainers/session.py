@@ -24,6 +24,7 @@ from .evaluate import EvalResult, evaluate, held_out_kwargs
 from .parity import ParityProbe
 from .rollout.agent_episode import AgentServer
 from .rollout.engine import RolloutEngine
+from .rollout.fleet import EngineFleet
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
 from .rollout.runner import Limits, Runner
@@ -127,7 +128,7 @@ def engine_dtype(config: Config) -> torch.dtype:
 
 
 def make_engine(path: Path, renderer: Renderer, config: Config) -> RolloutEngine:
-    """The engine that `rollout.engine` names.
+    """The engine that `rollout.engine` names, or `rollout.engines` of them as one.
 
     Raises:
         ConfigError: it is not installed, does not know one of its arguments, or cannot run the model.
@@ -137,8 +138,9 @@ def make_engine(path: Path, renderer: Renderer, config: Config) -> RolloutEngine
         return TransformersEngine(path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
                                   max_sequences=rollout.max_concurrency)
     check_engine_args(rollout.engine_args)
-    return VllmEngine(path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
-                      max_sequences=rollout.max_concurrency, engine_args=rollout.engine_args)
+    make = partial(VllmEngine, path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
+                   max_sequences=rollout.max_concurrency, engine_args=rollout.engine_args)
+    return make() if rollout.engines == 1 else EngineFleet(make, rollout.engines)
 
 
 class Sampler:
@@ -172,8 +174,8 @@ class Sampler:
                       server=self._agents)
 
     async def check_parity(self, actor: Actor) -> None:
-        """Raise RunFailed where the engine, if it is code of its own, computes other log-probabilities than `actor`."""
-        if isinstance(self.engine, VllmEngine):
+        """Raise RunFailed where an engine, if it is code of its own, computes other log-probabilities than `actor`."""
+        if isinstance(self.engine, VllmEngine | EngineFleet):
             dtypes = (engine_dtype(self._config), pick_dtype(self._config.actor.dtype))
             await ParityProbe.of(self.renderer, self.engine.max_context, *dtypes).check(self.engine, actor)
 
@@ -197,8 +199,8 @@ async def evaluate_with(runner: Runner, config: Config) -> EvalResult:
     """The held-out score of whatever `runner` asks."""
     maker = env_maker(config, held_out=True)
     tasks = held_out_tasks(config, maker)
-    return await evaluate(runner, tasks, config.eval.episodes, config.eval.k, chunk=config.rollout.max_concurrency,
-                          seed=config.seed)
+    chunk = config.rollout.max_concurrency * config.rollout.engines
+    return await evaluate(runner, tasks, config.eval.episodes, config.eval.k, chunk=chunk, seed=config.seed)
 
 
 def held_out_tasks(config: Config, maker: EnvMaker) -> TaskStream:

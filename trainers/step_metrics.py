@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 from molt_gym.tokens import Trajectory
 
 from .batch import sampled_versions
+from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch
 
 PASS_REWARD = 1.0
@@ -24,6 +25,12 @@ def passes(trajectory: Trajectory) -> bool:
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
     """How many tokens the policy sampled."""
     return sum(sum(row.mask) for trajectory in trajectories for row in trajectory.rows)
+
+
+def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
+    """What it took to go on when engines ended, for an engine that counts it; the counts begin anew."""
+    faults: dict[str, int] = getattr(engine, "take_faults", dict)()
+    return {f"rollout/{name}": count for name, count in faults.items()}
 
 
 def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], version: int) -> dict[str, float]:

@@ -243,6 +243,7 @@ def test_the_engine_is_a_word_and_its_arguments_are_a_table(words):
     assert config.rollout.engine == "vllm"
     assert config.rollout.engine_args == {"gpu_memory_utilization": 0.5}
     assert load_config("X-v0", overrides={"engine": "vllm"}).rollout.engine == "vllm"
+    assert load_config("X-v0", overrides={"engine": "vllm", "rollout.engines": 2}).rollout.engines == 2
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
@@ -252,6 +253,9 @@ def test_the_engine_is_a_word_and_its_arguments_are_a_table(words):
     ({"engine": "vllm", "rollout.engine_args": {"logprobs_mode": "raw_logits"}},
      "rollout.engine_args.logprobs_mode: is set by the run itself; leave it out"),
     ({"rollout.engine_args.block_size": 64}, "rollout.engine_args: block_size with rollout.engine = 'transformers'"),
+    ({"rollout.engines": 2},
+     "rollout.engines: 2 with rollout.engine = 'transformers'.*write rollout.engines = 1 or rollout.engine = 'vllm'"),
+    ({"engine": "vllm", "rollout.engines": 0}, "rollout.engines .*: got 0.*write an integer >= 1"),
     ({"engine": "vllm", "rollout.temperature": 0.005}, "rollout.temperature: 0.005 with rollout.engine = 'vllm'"),
 ])
 def test_what_an_engine_does_not_take_is_refused(overrides, message):

@@ -12,14 +12,14 @@ class Side:
 
     version = 4
 
-    def __init__(self, scores: list[float]) -> None:
-        self.scores = scores
+    def __init__(self, *scores: list[float]) -> None:
+        self.known = scores
 
-    async def score(self, ids: list[int]) -> list[float]:
-        return self.scores
+    async def scores(self, ids: list[int]) -> list[list[float]]:
+        return list(self.known)
 
     def logprobs(self, ids: list[int]) -> list[float]:
-        return self.scores
+        return self.known[0]
 
 
 @pytest.fixture
@@ -34,6 +34,13 @@ async def test_sides_that_agree_pass_and_the_difference_is_told(probe):
 async def test_sides_that_differ_end_the_run_with_both_values(probe):
     with pytest.raises(RunFailed, match=r"version 4 .*-1\.5000 and -2\.0000 a token.*0\.5 apart.*tolerance 0\.001"):
         await probe.check(Side([-1.0, -2.0]), Side([-2.0, -2.0]))
+
+
+async def test_of_several_engines_each_is_compared(probe):
+    ours, off = [-1.0, -2.0], [-1.0, -2.0005]
+    assert await probe.check(Side(ours, off, ours), Side(ours)) == pytest.approx(2.5e-4)
+    with pytest.raises(RunFailed, match="version 4 engine 2 of 3 computes other log-probabilities"):
+        await probe.check(Side(ours, [-2.0, -2.0], ours), Side(ours))
 
 
 async def test_not_a_number_is_no_parity(probe):

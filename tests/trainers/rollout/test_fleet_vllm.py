@@ -1,0 +1,90 @@
+"""Several engines of vLLM as one."""
+
+import asyncio
+import os
+import signal
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from molt_gym.tokens import Sampling
+from molt_gym.trainers.rollout.engine import Request
+from molt_gym.trainers.rollout.fleet import EngineFleet
+from molt_gym.trainers.rollout.vllm_engine import VllmEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+
+
+async def test_updates_reach_all_of_vllms_engines_and_one_that_is_killed_loses_no_request(
+        tiny_path, renderer, expected, tmp_path):
+    path = wide(tiny_path, tmp_path)
+    fleet = EngineFleet(partial(VllmEngine, path, renderer, dtype=torch.float32, max_context=256, max_sequences=16), 2)
+    probe = list(range(5, 60))
+
+    async def update(version: int) -> Qwen3ForCausalLM:
+        model = moved(path, version)
+        await fleet.pause()
+        await fleet.update_weights(model.named_parameters(), version)
+        await fleet.resume()
+        ours = expected(model, probe[:1], probe[1:])
+        for theirs in await fleet.scores(probe):
+            assert theirs == pytest.approx(ours, abs=1e-4)
+        return model
+
+    async def answers(model: Qwen3ForCausalLM, replies: list[asyncio.Future]) -> None:
+        for number, reply in enumerate(await asyncio.wait_for(asyncio.gather(*replies), 120)):
+            assert set(reply.versions) == {fleet.version}
+            assert reply.logprobs == pytest.approx(expected(model, [5 + number, 9], reply.ids), abs=1e-4)
+
+    def ask(length: int) -> list[asyncio.Future]:
+        return fleet.submit([Request([5 + n, 9], Sampling(max_tokens=length, seed=n), (n, 0, 0)) for n in range(16)])
+
+    try:
+        for version in (1, 2):
+            model = await update(version)
+            await answers(model, ask(20))
+        assert fleet.take_faults() == {"engine_restarts": 0, "requeued": 0}
+        replies = ask(200)
+        await asyncio.sleep(0.1)
+        os.kill(fleet._places[0].engine._host.pid, signal.SIGKILL)
+        await answers(model, replies)
+        async with asyncio.timeout(120):
+            while not any(place.ready for place in fleet._newcomers):
+                await asyncio.sleep(0.1)
+        faults = fleet.take_faults()
+        assert faults["engine_restarts"] == 1 and 1 <= faults["requeued"] <= 8
+        assert len(fleet._places) == 1
+        model = await update(3)
+        replies = ask(20)
+        assert [place.load for place in fleet._places] == [8 * 22] * 2
+        await answers(model, replies)
+    finally:
+        await fleet.close()
+
+
+def wide(tiny_path: Path, path: Path) -> Path:
+    """A tiny model whose attention has heads of 32, the least that vLLM takes on CPUs."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.save_pretrained(path)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, initializer_range=0.3,
+        tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def moved(path: Path, seed: int) -> Qwen3ForCausalLM:
+    """The model of a folder with other weights."""
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
