@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +195,22 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             serve_module._Recorder(path)
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 1,000 bytes."""
+    """No file may grow beyond 1,000 bytes, that of the test's own output included, so nothing may be printed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_trajectory_for_which_there_is_no_room_leaves_no_part_of_itself(tmp_path: Path, small_files: None) -> None:
+def test_a_trajectory_for_which_there_is_no_room_leaves_no_part_of_itself(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with serve_module._Recorder(path) as record:
         record(Trajectory("E-v0", 0))
-        with pytest.raises(OSError, match="too large"):
+        with small_files(), pytest.raises(OSError, match="too large"):
             record(Trajectory("E-v0", 1, info={"text": "x" * 2000}))
         record(Trajectory("E-v0", 2))
     assert [trajectory.index for trajectory in read_jsonl(path)] == [0, 2]
