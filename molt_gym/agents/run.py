@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import EnvFailure
+from ..server.errors import CODE_HEADER, ENGINE_CODES, LIMIT_CODES
 from ..threads import call_in_thread
 from .agent import ChatAgent, Result, as_result
 from .context import AgentContext
@@ -132,7 +133,11 @@ class AgentRun:
             if failure is not None:
                 raise failure from error.__cause__
             self._check_session()
-            if not self._limited:
+            # Another conversation of the run may have gone on since, so the session alone does not tell.
+            code = _code(error)
+            if code in ENGINE_CODES:
+                raise EnvFailure("generation", _described(error)) from error
+            if code not in LIMIT_CODES and not self._limited:
                 raise EnvFailure("agent", _described(error)) from error
             returned = Result(truncated=True)
         self._check_session()
@@ -190,6 +195,17 @@ def _env_failure(error: BaseException) -> EnvFailure | None:
     if isinstance(error, BaseExceptionGroup):
         return next((found for inner in error.exceptions if (found := _env_failure(inner)) is not None), None)
     return error if isinstance(error, EnvFailure) else None
+
+
+def _code(error: BaseException | None) -> str | None:
+    """Which refusal of the server an SDK's error is, or comes of."""
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            return next(filter(None, map(_code, error.exceptions)), None)
+        if code := getattr(getattr(error, "response", None), "headers", {}).get(CODE_HEADER):
+            return code
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _described(error: BaseException) -> str:

@@ -18,6 +18,14 @@ STATUS: dict[Kind, int] = {
 }
 
 
+CODE_HEADER = "x-molt-gym-code"
+"""Header of an error that has the code of it, whatever the wire."""
+LIMIT_CODES = ("context_length_exceeded", "turn_limit")
+"""Of errors that end a rollout as a truncation."""
+ENGINE_CODES = ("engine_failed", "deadline_exceeded", "aborted")
+"""Of errors for which the engine is to blame."""
+
+
 class WireError(Exception):
     """A request that is refused or failed.
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from .anthropic_messages import AnthropicMessages
 from .chat_completions import ChatCompletions
-from .errors import WireError
+from .errors import CODE_HEADER, WireError
 from .exchange import Completion, Event, Parsed, Respondent, Wire
 from .json import decode_fields, encode
 from .memory import WireMemory
@@ -292,7 +292,8 @@ def _json(value: Any, headers: dict[str, str] | None = None, status: int = 200) 
 
 
 def _error(wire: Wire, error: WireError) -> web.Response:
-    return _json(wire.error(error), {"x-should-retry": "true" if error.retry else "false"}, error.status)
+    headers = {"x-should-retry": "true" if error.retry else "false"} | ({CODE_HEADER: error.code} if error.code else {})
+    return _json(wire.error(error), headers, error.status)
 
 
 async def _begin_stream(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:

@@ -167,6 +167,39 @@ async def test_an_agent_whose_conversation_outgrows_the_context_is_truncated(tok
     assert trajectory.turns >= 2 and len(trajectory.rows) == 1
 
 
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+async def test_a_sub_agent_that_outgrew_the_context_truncates_though_another_went_on(token_runner, sdk):
+    async def say(ctx, content):
+        messages = [{"role": "user", "content": content}]
+        if sdk == "openai":
+            await ask(ctx, messages)
+        else:
+            await ctx.anthropic().messages.create(model=ctx.model, max_tokens=8, messages=messages)
+
+    async def run(ctx):
+        long, _ = await asyncio.gather(say(ctx, "7 " * 300), asyncio.sleep(0.2), return_exceptions=True)
+        await say(ctx, "What is 3 + 4?")
+        raise RuntimeError("the first one failed") from long
+
+    trajectory = await play(token_runner(maker(run), retries=0))
+    assert trajectory.failure is None and trajectory.truncated and trajectory.turns == 1
+
+
+async def test_a_sub_agent_that_the_engine_failed_is_no_failure_of_the_agent(policy_runner):
+    def policy(observation):
+        if observation["messages"][0]["content"] == "bad":
+            raise RuntimeError("out of memory")
+        return "yes"
+
+    async def run(ctx):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask(ctx, [{"role": "user", "content": "bad"}], ctx.openai(max_retries=0)))
+            await ask(ctx, ASK)
+
+    trajectory = await play(policy_runner(maker(run), policy, retries=0))
+    assert trajectory.failure.reason == "generation" and "out of memory" in trajectory.failure.message
+
+
 async def test_an_agent_that_raises_fails_its_rollout_and_is_tried_again(policy_runner):
     async def run(ctx):
         await ask(ctx, ASK)

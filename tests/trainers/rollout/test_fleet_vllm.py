@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -64,6 +67,32 @@ async def test_updates_reach_all_of_vllms_engines_and_one_that_is_killed_loses_n
         await answers(model, replies)
     finally:
         await fleet.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_goes_on_when_an_engine_is_killed(train, tiny_path, tmp_path, staleness):
+    out = tmp_path / "run"
+
+    def kill() -> None:
+        metrics = out / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (metrics.exists() and "time/step" in metrics.read_text()):
+            time.sleep(0.05)
+        hosts = [child.pid for child in psutil.Process().children() if "vllm_host" in " ".join(child.cmdline())]
+        assert len(hosts) == 2
+        os.kill(hosts[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill)
+        result = train(out, model=wide(tiny_path, tmp_path), steps=10, engine="vllm", rollout__engines=2,
+                       rollout__max_staleness=staleness, rollout__max_tokens=30)
+        killing.result()
+    steps = [line for line in result.metrics if "time/step" in line]
+    assert [line["step"] for line in steps] == list(range(1, 11))
+    assert sum(line["rollout/engine_restarts"] for line in steps) == 1
+    assert not any("failed" in name for line in steps for name in line)
+    assert all(line["rollout/count"] == 8 for line in steps)
+    assert not [child for child in psutil.Process().children() if "vllm_host" in " ".join(child.cmdline())]
 
 
 def wide(tiny_path: Path, path: Path) -> Path:
