@@ -118,8 +118,10 @@ def pick_dtype(name: str) -> torch.dtype:
 def load_renderer(path: Path, config: Config) -> Renderer:
     """The renderer of a model folder."""
     rollout = config.rollout
-    return Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(rollout.template_kwargs),
-                    tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
+    renderer = Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(rollout.template_kwargs),
+                        tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
+    renderer.warm_up()
+    return renderer
 
 
 def engine_dtype(config: Config) -> torch.dtype:

@@ -8,7 +8,6 @@ A conversation that was seen is a path in a trie, from its tools by the digests 
 a known history costs one look-up each.
 """
 
-import copy
 import itertools
 import math
 import threading
@@ -96,9 +95,7 @@ class TokenGraph:
         self._edges: list[dict[bytes, int]] = []
         self._conversations: dict[int, int] = {}
         self._prompts: set[int] = set()
-        self._replies: dict[int, Message] = {}
         self._reply_digests: set[bytes] = set()
-        self._keys: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def prepare(self, messages: Sequence[Message], tools: Tools = (), *, limit: float = math.inf) -> Prompt:
@@ -150,25 +147,22 @@ class TokenGraph:
         ids = tuple(self._renderer.render(messages, tools, limit=limit))
         return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)
 
-    def commit(self, prompt: Prompt, generation: Generation, reply: Message, key: str | None = None) -> int:
+    def commit(self, prompt: Prompt, generation: Generation, reply: Message) -> int:
         """Records a turn and returns its node.
 
         Args:
             generation: what the engine returned for `prompt.ids`.
             reply: the message that the client sees; a request that holds it extends this turn.
-            key: names the request (a retry header, a hash of its body), for `recorded`.
 
         Raises:
-            ValueError: the generation was aborted or does not hold together (see `Generation.checked`), the prompt is
-                not one that `prepare` made here, or the key is taken. Nothing is recorded then.
+            ValueError: the generation was aborted or does not hold together (see `Generation.checked`), or the prompt
+                is not one that `prepare` made here. Nothing is recorded then.
         """
         generation = generation.checked()
         if generation.finish_reason == "abort":
             raise ValueError("generation.finish_reason: 'abort'; a turn is recorded when its generation has ended")
         with self._lock:
-            if key in self._keys:
-                raise ValueError(f"key: {key!r} is recorded already; answer the request from the record")
-            if prompt.parent is not None and prompt.parent not in self._replies:
+            if prompt.parent is not None and not self._is_turn(prompt.parent):
                 raise ValueError(f"prompt.parent: {prompt.parent} is no turn of this graph")
             start = self._nodes[prompt.parent].end if prompt.parent is not None else 0
             if len(prompt.ids) != start + len(prompt.context) or prompt.ids[start:] != prompt.context:
@@ -177,7 +171,6 @@ class TokenGraph:
             context = self._context(prompt.parent, prompt.context, len(prompt.ids))
             node = self._add(_Node(context, generation.ids, len(prompt.ids) + len(generation.ids), generation))
             self._remember(node, prompt.parent, prompt.ids + tuple(generation.ids))
-            self._replies[node] = _copied(reply)
             digest = digest_of(reply)
             point = self._insert(prompt.place)
             self._prompts.add(point)
@@ -185,17 +178,10 @@ class TokenGraph:
             self._conversations[self._step(point, digest)] = node
             self.turns += 1
             self.forks += prompt.kind == "fork" and context >= known
-            if key is not None:
-                self._keys[key] = node
         return node
 
-    def recorded(self, key: str) -> tuple[int, Generation, Message] | None:
-        """Node, generation and reply of the turn committed under the key, so that a retry gets the same answer."""
-        node = self._keys.get(key)
-        if node is None:
-            return None
-        generation = self._nodes[node].generation
-        return None if generation is None else (node, generation, copy.deepcopy(self._replies[node]))
+    def _is_turn(self, node: int) -> bool:
+        return 0 <= node < len(self._nodes) and self._nodes[node].generation is not None
 
     def path(self, node: int) -> list[int]:
         """All ids from the root to the end of the node: what the engine was given and returned."""
@@ -288,7 +274,3 @@ class TokenGraph:
     def _new_point(self) -> int:
         self._edges.append({})
         return len(self._edges) - 1
-
-
-def _copied(message: Message) -> Message:
-    return dict(message) if all(type(value) is str for value in message.values()) else copy.deepcopy(message)

@@ -279,7 +279,7 @@ class Renderer:
     @functools.cached_property
     def _keeps_plain(self) -> bool:
         """Whether it never writes questions and answers anew, if there is no reasoning and there are no tools."""
-        if self._template.style.thinks or not self.writes_locally:
+        if not self.writes_locally or self._template.style.thinks:
             return False
         for messages, reply, new, _ in probes():
             for said in (reply, {**reply, "content": _ODD_TEXT + _ODD_MARKUP}):
@@ -288,6 +288,10 @@ class Renderer:
                     if whole is None or whole != self._extend_plain(said, new, (), math.inf, len(messages)):
                         return False
         return True
+
+    def warm_up(self) -> None:
+        """Find out now what is otherwise found out when a conversation first goes on: 20 to 130 ms."""
+        _ = self._keeps_plain
 
     def _writes(self, messages: Sequence[Message], tools: Tools) -> bool:
         try:

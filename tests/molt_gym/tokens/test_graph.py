@@ -21,12 +21,12 @@ class Session:
         self.graph = TokenGraph(renderer, **kwargs)
         self.node = -1
 
-    def ask(self, messages, sampled, finish_reason="stop", *, tools=(), key=None, stop=()) -> list[dict]:
+    def ask(self, messages, sampled, finish_reason="stop", *, tools=(), stop=()) -> list[dict]:
         """The conversation with the reply."""
         self.prompt = self.graph.prepare(messages, tools)
         generation = self.engine.generate(list(self.prompt.ids), sampled, finish_reason)
         reply = self.renderer.parse(sampled, messages, tools, stop=stop)
-        self.node = self.graph.commit(self.prompt, generation, reply, key)
+        self.node = self.graph.commit(self.prompt, generation, reply)
         assert self.graph.path(self.node) == self.engine.received[-1] + sampled
         return [*messages, reply]
 
@@ -197,23 +197,6 @@ def test_a_reply_cut_at_a_stop_string_keeps_its_ids_and_only_these_are_trained(s
     assert session.engine.received[1] == row.ids[:-2]
 
 
-def test_a_retry_is_answered_from_the_record(session):
-    talk = session.ask([OK], [266, END], key="a")
-    node, generation, reply = session.graph.recorded("a")
-    assert (node, generation.ids, reply) == (session.node, [266, END], talk[-1])
-    assert session.graph.recorded("b") is None
-    with pytest.raises(ValueError, match="key: 'a' is recorded already"):
-        session.ask([OK], [266, END], key="a")
-    assert session.graph.turns == 1
-
-
-def test_a_recorded_reply_cannot_be_changed_from_outside(session):
-    talk = session.ask([OK], [266, END], key="a")
-    talk[-1]["content"] = "changed"
-    session.graph.recorded("a")[2]["content"] = "changed"
-    assert session.graph.recorded("a")[2]["content"] == "ok"
-
-
 def test_a_request_that_failed_leaves_no_trace(session):
     talk = session.ask([OK], [266, END])
     before = session.shapes()
@@ -235,8 +218,8 @@ def test_a_request_that_failed_leaves_no_trace(session):
 def test_a_generation_that_does_not_hold_together_is_not_recorded(session, field, generation):
     prompt = session.graph.prepare([OK])
     with pytest.raises(ValueError, match=rf"generation\.{field}"):
-        session.graph.commit(prompt, generation, {"role": "assistant", "content": "ok"}, "key")
-    assert (session.graph.turns, session.graph.rows(), session.graph.recorded("key")) == (0, [], None)
+        session.graph.commit(prompt, generation, {"role": "assistant", "content": "ok"})
+    assert (session.graph.turns, session.graph.rows()) == (0, [])
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[1:], lambda ids: (*ids[:-1], 0)])

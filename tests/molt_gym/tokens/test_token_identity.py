@@ -1,4 +1,4 @@
-"""Whatever is said, sampled, retried and rewritten: what the engine received and returned is what is recorded."""
+"""Whatever is said, sampled and rewritten: what the engine received and returned is what is recorded."""
 
 import random
 from collections import Counter
@@ -24,14 +24,13 @@ TEMPLATES = ["toy", "chatml", "tools", "bos", "role markers", "opens thinking", 
 
 @dataclass
 class Rollout:
-    """Conversations that an agent goes on with, edits, samples anew and repeats, and what the engine saw of it."""
+    """Conversations that an agent goes on with, edits and samples anew, and what the engine saw of it."""
 
     renderer: object
     engine: object
     graph: TokenGraph
     talks: list[list[dict]] = field(default_factory=list)
     turns: dict[int, tuple[list[int], list[int], list[float]]] = field(default_factory=dict)
-    keys: int = 0
 
     def ask(self, messages: list[dict], sampled: list[int], finish_reason: str, *, fails: bool = False) -> None:
         prompt = self.graph.prepare(messages)
@@ -41,8 +40,7 @@ class Rollout:
             sampled = [*sampled, self.renderer.stop_token_ids[-1]]
         generation = self.engine.generate(prompt.ids, sampled, finish_reason, version=len(self.turns))
         reply = self.renderer.parse(sampled, messages)
-        self.keys += 1
-        node = self.graph.commit(prompt, generation, reply, f"key {self.keys}")
+        node = self.graph.commit(prompt, generation, reply)
         self.turns[node] = (self.engine.received[-1], sampled, generation.logprobs)
         self.talks.append([*messages, reply])
 
@@ -70,7 +68,7 @@ class Rollout:
 
 
 def step(data, rollout: Rollout) -> None:
-    moves = ["start", "go on", "go on", "go on", "ask again", "edit", "cut out", "retry", "fail"]
+    moves = ["start", "go on", "go on", "go on", "ask again", "edit", "cut out", "fail"]
     move = data.draw(st.sampled_from(moves))
     sampled, finish_reason = data.draw(SAMPLED), data.draw(st.sampled_from(["stop", "stop", "length"]))
     new = [
@@ -83,10 +81,6 @@ def step(data, rollout: Rollout) -> None:
     talk = list(data.draw(st.sampled_from(rollout.talks)))
     if move == "ask again":
         rollout.ask(talk[:-1], sampled, finish_reason)
-    elif move == "retry":
-        key = f"key {data.draw(st.integers(1, rollout.keys))}"
-        node, generation, reply = rollout.graph.recorded(key)
-        assert generation.ids == rollout.turns[node][1] and reply == rollout.renderer.parse(generation.ids, [])
     else:
         place = data.draw(st.integers(0, len(talk) - 1))
         if move == "edit":
