@@ -11,6 +11,7 @@ through one are a new sample. A client of another kind sends a different `seed` 
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class Session:
         self._running: set[asyncio.Task[Completion]] = set()
         self._by_body: dict[bytes, list[_Turn]] = {}
         self._by_key: dict[str, _Turn] = {}
+        self._failed: Counter[bytes] = Counter()
         self._memories: dict[str, WireMemory] = {}
 
     def memory(self, wire: str) -> WireMemory:
@@ -138,6 +140,10 @@ class Session:
             return turn
         if identity.attempt == 0:
             return None
+        if identity.attempt and self._failed[identity.body]:
+            # Of several equal requests, the one that failed is asked again; the others are answered otherwise.
+            self._failed[identity.body] -= 1
+            return None
         turns = [turn for turn in self._by_body.get(identity.body, []) if not turn.task.cancelling()]
         return next((turn for turn in turns if not turn.delivered), turns[-1] if turns else None)
 
@@ -174,6 +180,7 @@ class Session:
         self._running.discard(turn.task)
         if turn.task.cancelled() or turn.task.exception() is not None:
             self._asked -= n
+            self._failed[turn.body] += 1
             same = self._by_body[turn.body]
             same.remove(turn)
             if not same:

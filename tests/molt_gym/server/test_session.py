@@ -105,6 +105,15 @@ async def test_a_failure_leaves_nothing_behind_and_the_retry_is_answered(session
     assert (respondent.calls, session.turns, session.failure) == (2, 1, None)
 
 
+async def test_the_retry_of_one_of_several_equal_requests_gets_no_other_ones_reply(session, respondent):
+    respondent.next_ones = [RuntimeError("once")]
+    outcomes = await asyncio.gather(*(session.complete(ASK, FRESH) for _ in range(3)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes].count(WireError) == 1
+    again = await session.complete(ASK, AGAIN)
+    assert again not in outcomes and (respondent.calls, session.turns) == (4, 3)
+    assert await session.complete(ASK, AGAIN) in [*outcomes, again] and respondent.calls == 4
+
+
 async def test_a_request_that_nobody_waits_for_is_cancelled(session, respondent):
     respondent.release.clear()
     waiting = asyncio.ensure_future(session.complete(ASK, FRESH))
