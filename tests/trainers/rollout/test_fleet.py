@@ -1,6 +1,7 @@
 """Several engines as one: scripted ones, that die where they are told to."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 
@@ -195,8 +196,8 @@ async def test_a_rollout_leaves_an_engine_with_more_than_twice_the_load(fleet, s
 
 
 async def test_requests_without_a_rollout_are_spread(fleet, shop):
-    fleet.submit([request()] * 4)
-    assert [len(keys) for keys in whom(shop)] == [2, 2]
+    fleet.submit([request()] * 2)
+    assert [len(keys) for keys in whom(shop)] == [1, 1]
 
 
 async def test_requests_of_one_submit_enter_together_in_their_order(fleet, shop):
@@ -214,6 +215,12 @@ async def test_after_an_update_only_the_rollouts_in_flight_have_an_engine_of_the
     await settle()
     fleet.submit([request(n, 0, 0, 1) for n in (1, 3, 0, 2)])
     assert [[key[0] for key in keys] for keys in whom(shop)] == [[0, 2], [1, 3]]
+    for engine in shop.made:
+        engine.finish()
+    await settle()
+    await updated(fleet, 3)
+    fleet.submit([request(9, 0, 0, 0), request(0, 0, 0, 2)])
+    assert whom(shop) == [[(9, 0, 0, 0)], [(0, 0, 0, 2)]]
     await fleet.reset_prefix_cache()
     assert not fleet._homes
 
@@ -239,6 +246,11 @@ async def test_what_an_engine_refuses_stays_refused(fleet, shop):
     with pytest.raises(PromptTooLong):
         await long
     assert sum(len(engine.submitted) for engine in shop.made) == 1
+    long, = fleet.submit([request(0, 0, 0, ids=99)])
+    shop.made[0].die()
+    with pytest.raises(PromptTooLong):
+        await long
+    assert fleet.take_faults()["requeued"] == 0
 
 
 async def test_busy_is_the_time_in_which_any_engine_works_once(fleet, shop):
@@ -485,6 +497,25 @@ async def test_closing_fails_what_is_in_flight_and_ends_engines_that_start_too(f
         await reply
     assert all(engine.ended for engine in shop.made) and not fleet._replacing
     await asyncio.wait_for(fleet.close(), WAIT)
+
+
+async def test_an_engine_that_is_being_made_at_the_end_is_closed(shop):
+    go = threading.Event()
+
+    def make() -> Scripted:
+        if len(shop.made) == 2:
+            assert go.wait(WAIT)
+        return shop()
+
+    fleet = await updated(EngineFleet(make, 2), 1)
+    shop.made[0].die()
+    fleet.submit([request()])[0].cancel()
+    await settle()
+    closing = asyncio.create_task(fleet.close())
+    await settle()
+    go.set()
+    await asyncio.wait_for(closing, WAIT)
+    assert len(shop.made) == 3 and shop.made[2].calls == ["close"]
 
 
 EVENTS = st.one_of(
