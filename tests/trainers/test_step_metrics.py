@@ -24,7 +24,23 @@ def test_rollouts_are_averaged_over_those_that_ended():
         "rollout/count": 6, "rollout/dispatched_groups": 3, "rollout/failed/judge": 2, "rollout/failed/step_timeout": 1,
         "reward/mean": 0.5, "reward/std": math.sqrt(1 / 6), "reward/Test-v0": 0.5, "pass/at_1": 1 / 3,
         "rollout/length_mean": 3, "rollout/turns_mean": 5 / 3, "rollout/truncated": 2 / 3, "rollout/fork_rate": 1 / 5,
+        "rollout/tool_calls_mean": 0, "rollout/malformed_calls": 0, "rollout/tools_offered": 0,
         "staleness/mean": 2 / 9, "staleness/max": 1})
+
+
+def test_tool_calls_are_counted_over_those_that_ended():
+    played = [Trajectory("Test-v0", 0, reward=1.0, turns=2, tools_offered=2, tool_calls=3),
+              Trajectory("Test-v0", 1, reward=0.0, turns=1, tools_offered=1, malformed_calls=1)]
+    metrics = rollout_metrics(Batch(played=played), [], version=0)
+    assert {name: metrics[f"rollout/{name}"] for name in ("tool_calls_mean", "malformed_calls", "tools_offered")} == {
+        "tool_calls_mean": 1.5, "malformed_calls": 1, "tools_offered": 3}
+
+
+@pytest.mark.parametrize(("reward", "info", "passed"), [
+    (1.0, {}, True), (0.9, {}, False), (0.2, {"score": 1.0}, True), (3.0, {"score": 0.5}, False),
+    (1.0, {"score": "high"}, True), (None, {"score": 1.0}, False)])
+def test_a_score_decides_whether_a_rollout_passed_and_without_one_its_reward(reward, info, passed):
+    assert passes(Trajectory("Test-v0", 0, reward=reward, info=info)) == passed
 
 
 def test_what_is_too_old_to_train_does_not_count_in_the_staleness():
