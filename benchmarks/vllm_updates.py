@@ -137,7 +137,7 @@ async def measure(options: argparse.Namespace) -> None:
           f"transformers {version('transformers')}; {options.shape}, {dtype}, {size / 1e9:.2f} GB of weights")
     rows = [("engine starts and scores a text", f"{start:.0f} s"),
             (f"tokens/s, {options.requests} requests of {PROMPT} + {options.new}", f"{alone:,.0f}"),
-            (f"the same with {options.updates} updates in flight", f"{with_updates:,.0f}"),
+            (f"the same with {options.updates} updates, as far as they come before it ends", f"{with_updates:,.0f}"),
             ("ratio", f"{with_updates / alone:.2f}")]
     rows += [(f"{phase}, mean", f"{1e3 * fmean(times[phase] for times in phases):.0f} ms") for phase in phases[0]]
     rows += [("weights transferred", f"{size / 1e9 / fmean(times['transfer'] for times in phases):.1f} GB/s"),
