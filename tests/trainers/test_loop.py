@@ -116,6 +116,16 @@ def test_groups_that_all_pass_or_all_fail_are_replaced(train: Train) -> None:
     assert any("rollout/dropped/filtered" in line for line in steps_of(result.metrics))
 
 
+@pytest.mark.filterwarnings("ignore:chat template")
+def test_tools_that_are_offered_and_never_called_are_warned_of_once(
+    train: Train, capsys: pytest.CaptureFixture
+) -> None:
+    lines = steps_of(train(env_kwargs={"trouble": "tools"}, eval__before=False, eval__after=False).metrics)
+    assert [(line["rollout/tools_offered"], line["rollout/tool_calls_mean"]) for line in lines] == [(16, 0), (16, 0)]
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("tools were offered in 16 turns and never called") == 1
+
+
 def test_some_failed_rollouts_are_counted_and_the_others_train(train: Train) -> None:
     options = {"env_kwargs": {"trouble": "raise in step", "share": 0.1}, "rollout__max_failure_rate": 0.9}
     lines = steps_of(train(steps=3, eval__before=False, eval__after=False, **options).metrics)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from molt_gym.errors import PromptTooLong
 from molt_gym.tokens import Generation, Sampling
 
 
@@ -63,3 +64,18 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """Fail what is in flight and free the memory. Idempotent."""
         ...
+
+
+def refusal(ids: Sequence[int], vocabulary: int, max_context: int) -> Exception | None:
+    """Why a prompt cannot be answered; None if it can.
+
+    vocabulary: how many ids the model has.
+    """
+    unknown = [i for i in ids if not 0 <= i < vocabulary]
+    if unknown or not ids:
+        return ValueError(f"request.ids: {unknown or 'there are none'}; write ids of the model, 0 to {vocabulary - 1} "
+                          "(do tokenizer and model belong together?)")
+    if len(ids) >= max_context:
+        return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {max_context} leaves no room "
+                             "for a reply; raise it or shorten the task")
+    return None

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from molt_gym.errors import PromptTooLong
 from molt_gym.tokens import Generation, Renderer
 
 from ..architecture import check_architecture
-from .engine import Request
+from .engine import Request, refusal
 from .kv_cache import ATTENTION, SlotCache
 from .prefix_cache import PrefixCache
 from .sampler import sample
@@ -113,26 +112,16 @@ class TransformersEngine:
     def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
         """Queue requests, all at once."""
         futures: list[Future] = []
+        vocabulary = self._model.get_input_embeddings().num_embeddings
         with self._state:
             for request in requests:
                 futures.append(future := Future())
-                if error := self._ended or self._refusal(request.ids):
+                if error := self._ended or refusal(request.ids, vocabulary, self.max_context):
                     future.set_exception(error)
                 else:
                     self._queue.append(_Sequence(request, future, self._renderer.stop_token_ids, self.max_context))
             self._state.notify_all()
         return [asyncio.wrap_future(future) for future in futures]
-
-    def _refusal(self, ids: Sequence[int]) -> Exception | None:
-        size = self._model.get_input_embeddings().num_embeddings
-        unknown = [i for i in ids if not 0 <= i < size]
-        if unknown or not ids:
-            return ValueError(f"request.ids: {unknown or 'there are none'}; write ids of the model, "
-                              f"0 to {size - 1} (do tokenizer and model belong together?)")
-        if len(ids) >= self.max_context:
-            return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {self.max_context} leaves "
-                                 "no room for a reply; raise it or shorten the task")
-        return None
 
     async def pause(self) -> None:
         """Stop between two tokens.

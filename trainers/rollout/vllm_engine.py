@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from molt_gym.errors import ConfigError, PromptTooLong, RunFailed
+from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.tokens import Generation, Renderer
 
 from ..architecture import check_architecture
 from .busy_clock import BusyClock
-from .engine import Request
+from .engine import Request, refusal
 from .vllm_process import HostProcess
 from .vllm_spec import Backend, HostSpec
 from .vllm_transfer import TIMEOUT, Bucket, Sender, buckets
@@ -100,7 +100,7 @@ class VllmEngine:
         """Queue requests."""
         futures = []
         for request in requests:
-            if error := self._refusal(request.ids):
+            if error := refusal(request.ids, self._vocabulary, self.max_context):
                 future: Future[Generation] = Future()
                 future.set_exception(error)
             else:
@@ -110,16 +110,6 @@ class VllmEngine:
                 future.add_done_callback(lambda _: self._clock.leave())
             futures.append(asyncio.wrap_future(future))
         return futures
-
-    def _refusal(self, ids: Sequence[int]) -> Exception | None:
-        unknown = [i for i in ids if not 0 <= i < self._vocabulary]
-        if unknown or not ids:
-            return ValueError(f"request.ids: {unknown or 'there are none'}; write ids of the model, "
-                              f"0 to {self._vocabulary - 1} (do tokenizer and model belong together?)")
-        if len(ids) >= self.max_context:
-            return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {self.max_context} leaves "
-                                 "no room for a reply; raise it or shorten the task")
-        return None
 
     async def pause(self) -> None:
         """Stop between two tokens.

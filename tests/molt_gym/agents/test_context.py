@@ -3,11 +3,12 @@ import contextlib
 import time
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
 from molt_gym import EnvFailure
-from molt_gym.agents import ChatAgent
+from molt_gym.agents import AgentContext, ChatAgent
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -69,6 +70,16 @@ async def test_a_client_takes_the_settings_of_the_user(play):
         return client.max_retries == 7 and client.timeout == 3.0 and own.max_retries == 2 and 25 < own.timeout <= 30
 
     assert (await play(agent)).reward == 1
+
+
+@pytest.mark.parametrize("url", ["http", "https"])
+def test_a_public_url_with_tls_is_verified(monkeypatch, url):
+    made = []
+    monkeypatch.setattr(openai, "DefaultHttpxClient", lambda **options: made.append(options) or None)
+    context = AgentContext(0, np.random.default_rng(0), url=f"{url}://agents.example", key="k", tools=[],
+                           max_turns=None, timeout=30.0, model="m")
+    context.openai(asynchronous=False)
+    assert made == [{"trust_env": False, "verify": url == "https"}]
 
 
 @pytest.mark.parametrize("proxy", [None, "http://127.0.0.1:9"])

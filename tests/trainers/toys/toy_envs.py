@@ -20,6 +20,8 @@ class Letters(ChatEnv):
     def begin(self, index: int) -> list[Message]:
         self._index = index
         self._trouble_in("reset")
+        if self.trouble == "tools":
+            self.tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
         if self.trouble == "no room":
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return [{"role": "user", "content": f"task {index}" + " word" * (400 if self.trouble == "long" else 0)}]
