@@ -65,6 +65,18 @@ class RolloutConfig(Section):
     """Further arguments of vLLM's AsyncEngineArgs, such as gpu_memory_utilization."""
     engines: Count = 1
     """Engines that share the rollouts; more than one with vllm only."""
+    runners: Count = 1
+    """Processes that play the rollouts, with placement ray; otherwise this one does."""
+    env_processes: Literal["auto", "always", "never"] = "auto"
+    """Whether each environment gets a process of its own: auto if it says own_process = True."""
+    weight_transfer: Literal["auto", "gloo", "ipc", "nccl", "file"] = "auto"
+    """How weights reach vLLM; auto: gloo on CPUs, ipc on a GPU that both share, nccl across GPUs."""
+    transfer_timeout: Positive = 300.0
+    """Seconds for one bucket of weights, after which the engine is given up."""
+    routed_experts: bool = False
+    """Whether vLLM returns the experts that each token of a mixture-of-experts model was sent to."""
+    release_memory: bool = False
+    """On a GPU that engine and actor share, whether each hands its memory over while the other works."""
     groups_per_step: Count = 4
     """Tasks a step trains on; each is played group_size times."""
     group_size: Count = 8
@@ -209,6 +221,35 @@ class EvalConfig(Section):
     """Most replies of a rollout; without it, that of training."""
     env_kwargs: Table = {}
     """Environment arguments for evaluation, over those for training."""
+    concurrent: bool = True
+    """Whether the next step's rollouts and training go on meanwhile, where the engine is vllm; the weights wait."""
+
+
+class FailureConfig(Section):
+    """What a run survives. Each kind of failure has a budget of its own."""
+
+    engine_restarts: Natural = 8
+    """Engines that may be started in place of others."""
+    runner_restarts: Natural = 8
+    """Runners that may be started in place of others."""
+    actor_restarts: Natural = 3
+    """Times that training goes on from its last checkpoint by itself after a rank of the actor has died."""
+    budgets: Annotated[dict[str, Share]] = {}
+    """Share of a step's rollouts that may fail for a reason, such as step_timeout = 0.1; others together may reach
+    rollout.max_failure_rate."""
+    watchdog: NotNegative = 300.0
+    """Seconds without any progress after which it is said what is waited for, and since when; 0: never."""
+
+
+class RayConfig(Section):
+    """Where the parts run with placement ray."""
+
+    address: Text | None = None
+    """Cluster to join, such as auto or ray://head:10001; without it RAY_ADDRESS, or else one of its own."""
+    layout: Literal["auto", "colocate", "disaggregate"] = "auto"
+    """Engines on the devices of the actor or on others; auto: on others if there are enough."""
+    start_timeout: Positive = 600.0
+    """Seconds until the cluster has given every part its place."""
 
 
 class CheckpointConfig(Section):
@@ -235,8 +276,8 @@ class Config(Section):
     """Training steps."""
     seed: Natural = 0
     """Fixes tasks, sampling and order."""
-    placement: Literal["local"] = "local"
-    """Where the parts run: local is this process."""
+    placement: Literal["local", "ray"] = "local"
+    """Where the parts run: local is this process and its children, ray a cluster or a machine of many devices."""
     env_kwargs: Table = {}
     """Arguments of the environment."""
     rollout: RolloutConfig = RolloutConfig()
@@ -244,6 +285,8 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    failures: FailureConfig = FailureConfig()
+    ray: RayConfig = RayConfig()
 
     @property
     def rollouts_per_step(self) -> int:
@@ -280,6 +323,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from _batch_contradictions(config)
     yield from _policy_contradictions(config)
     yield from _engine_contradictions(config)
+    yield from _placement_contradictions(config)
     rollout, evaluation = config.rollout, config.eval
     if rollout.max_tokens >= rollout.max_context:
         yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
@@ -333,6 +377,22 @@ def _engine_contradictions(config: Config) -> Iterator[str]:
     if rollout.engine == "vllm" and rollout.temperature < 0.01:
         yield (f"rollout.temperature: {rollout.temperature} with rollout.engine = 'vllm', which samples at 0.01 or "
                "more; write at least that")
+
+
+def _placement_contradictions(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.placement == "ray" and rollout.engine == "transformers":
+        yield ("placement: 'ray' with rollout.engine = 'transformers', which samples in the trainer's own process; write "
+               "rollout.engine = 'vllm' or placement = 'local'")
+    if config.placement == "local" and rollout.runners > 1:
+        yield (f"rollout.runners: {rollout.runners} with placement = 'local', where this process plays; write "
+               "placement = 'ray' or rollout.runners = 1")
+    if rollout.runners > 1 and rollout.server_port:
+        yield (f"rollout.server_port: {rollout.server_port} for {rollout.runners} runners, which cannot all listen "
+               "there; write 0 or rollout.runners = 1")
+    if rollout.release_memory and rollout.max_staleness:
+        yield (f"rollout.release_memory: true with rollout.max_staleness = {rollout.max_staleness}, where engine and "
+               "actor work at the same time; write rollout.max_staleness = 0 or release_memory = false")
 
 
 def _policy_contradictions(config: Config) -> Iterator[str]:
