@@ -234,7 +234,7 @@ class FailureConfig(Section):
     """Runners that may be started in place of others."""
     actor_restarts: Natural = 3
     """Times that training goes on from its last checkpoint by itself after a rank of the actor has died."""
-    budgets: Annotated[dict[str, Share]] = {}
+    budgets: dict[str, Share] = {}
     """Share of a step's rollouts that may fail for a reason, such as step_timeout = 0.1; others together may reach
     rollout.max_failure_rate."""
     watchdog: NotNegative = 300.0
@@ -382,8 +382,8 @@ def _engine_contradictions(config: Config) -> Iterator[str]:
 def _placement_contradictions(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if config.placement == "ray" and rollout.engine == "transformers":
-        yield ("placement: 'ray' with rollout.engine = 'transformers', which samples in the trainer's own process; write "
-               "rollout.engine = 'vllm' or placement = 'local'")
+        yield ("placement: 'ray' with rollout.engine = 'transformers', which samples in the trainer's own process; "
+               "write rollout.engine = 'vllm' or placement = 'local'")
     if config.placement == "local" and rollout.runners > 1:
         yield (f"rollout.runners: {rollout.runners} with placement = 'local', where this process plays; write "
                "placement = 'ray' or rollout.runners = 1")
