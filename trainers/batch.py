@@ -5,7 +5,7 @@ does not depend on how the window is cut; a rollout that failed or is too old is
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -30,12 +30,12 @@ def usable(groups: Sequence[Group], config: Config, version: int, dropped: Count
     for group in groups:
         good = []
         for trajectory in group:
-            versions = sampled_versions(trajectory)
+            stats = [row.stats for row in trajectory.rows if row.stats.sampled]
             if trajectory.failure is not None:
                 continue
-            if not versions:
+            if not stats:
                 dropped["empty"] += 1
-            elif min(versions) < oldest:
+            elif min(row.oldest for row in stats) < oldest:
                 dropped["stale"] += 1
             else:
                 good.append(trajectory)
@@ -46,16 +46,16 @@ def usable(groups: Sequence[Group], config: Config, version: int, dropped: Count
     return kept
 
 
-def sampled_versions(trajectory: Trajectory) -> list[int]:
-    """The weight version of every trainable token."""
-    return [version for row in trajectory.rows for version, bit in zip(row.versions, row.mask, strict=True) if bit]
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """How many tokens the policy sampled."""
+    return sum(row.stats.sampled for trajectory in trajectories for row in trajectory.rows)
 
 
 def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[TrainRow]], dict[str, float]]:
     """One list of rows for each optimizer update, and the metrics of the advantages."""
     rollouts = [trajectory for group in groups for trajectory in group]
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group])
-    tokens = torch.tensor([sum(sum(row.mask) for row in trajectory.rows) for trajectory in rollouts])
+    tokens = torch.tensor([sampled_tokens([trajectory]) for trajectory in rollouts])
     rewards = shaped_rewards(rollouts, config)
     advantages = estimate_advantages(config.algorithm.estimator, rewards, numbers, tokens)
     updates = min(config.algorithm.updates_per_batch, len(groups))
@@ -91,10 +91,4 @@ def shaped_rewards(rollouts: Sequence[Trajectory], config: Config) -> torch.Tens
 
 def longest_reply(trajectory: Trajectory) -> int:
     """Tokens of the longest unbroken run of sampled ids."""
-    longest = 0
-    for row in trajectory.rows:
-        run = 0
-        for bit in row.mask:
-            run = run + 1 if bit else 0
-            longest = max(longest, run)
-    return longest
+    return max((row.stats.longest_reply for row in trajectory.rows), default=0)

@@ -195,7 +195,7 @@ def _rates(
     metrics: dict[str, float], played: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]
 ) -> dict[str, float]:
     """Tokens a second, and how far the step is from generation and training alone."""
-    trained = sum(len(row.ids) for group in groups for trajectory in group for row in trajectory.rows)
+    trained = sum(row.stats.tokens for group in groups for trajectory in group for row in trajectory.rows)
     alone = metrics["time/generate"] + metrics.get("time/train", 0.0) + metrics.get("time/logprobs", 0.0)
     rates = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"]}
     if alone:

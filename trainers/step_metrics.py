@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from molt_gym.tokens import Trajectory
 
-from .batch import sampled_versions
+from .batch import sampled_tokens
 from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch
 
@@ -20,11 +20,6 @@ def passes(trajectory: Trajectory) -> bool:
         return False
     score = trajectory.info.get("score")
     return (score if isinstance(score, int | float) else trajectory.reward) >= PASS_REWARD
-
-
-def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
-    """How many tokens the policy sampled."""
-    return sum(sum(row.mask) for trajectory in trajectories for row in trajectory.rows)
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
@@ -43,7 +38,8 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
     if not ended:
         return metrics
     rewards = [trajectory.reward for trajectory in ended]
-    ages = [version - sampled for group in trained for t in group for sampled in sampled_versions(t)] or [0]
+    rows = [stats for group in trained for t in group for row in t.rows if (stats := row.stats).sampled]
+    sampled = sum(row.sampled for row in rows)
     return metrics | {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -56,6 +52,6 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
         "rollout/malformed_calls": sum(trajectory.malformed_calls for trajectory in ended),
         "rollout/tools_offered": sum(trajectory.tools_offered for trajectory in ended),
         "rollout/fork_rate": sum(trajectory.forks for trajectory in ended) / max(1, sum(t.turns for t in ended)),
-        "staleness/mean": fmean(ages),
-        "staleness/max": max(ages),
+        "staleness/mean": version - sum(row.versions for row in rows) / sampled if sampled else 0.0,
+        "staleness/max": max((version - row.oldest for row in rows), default=0),
     }

@@ -8,7 +8,7 @@ from .generation import Generation, Sampling
 from .graph import Prompt, TokenGraph
 from .renderer import Renderer
 from .template import ChatTemplateError
-from .trajectory import Failure, Row, Trajectory, read_jsonl, write_jsonl
+from .trajectory import Failure, Row, RowRef, Trajectory, read_jsonl, write_jsonl
 
 __all__ = [
     "ChatTemplateError",
@@ -17,6 +17,7 @@ __all__ = [
     "Prompt",
     "Renderer",
     "Row",
+    "RowRef",
     "Sampling",
     "TokenGraph",
     "Trajectory",

@@ -7,8 +7,9 @@ version -1. The file form is JSON lines that survive any text and any crash: a r
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from os import PathLike
 from typing import Any
 
@@ -16,6 +17,21 @@ UNSAMPLED_VERSION = -1
 
 # JSON joins two escaped surrogates into one character. Written raw, they stay two.
 _SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """What is asked about a row without looking at its tokens.
+
+    tokens: its length. sampled: tokens to be trained. longest_reply: most of these without another one between them.
+    oldest, versions: the lowest of their weight versions (-1 without any), and the sum of all.
+    """
+
+    tokens: int
+    sampled: int
+    longest_reply: int
+    oldest: int
+    versions: int
 
 
 @dataclass
@@ -36,6 +52,22 @@ class Row:
             if len(getattr(self, name)) != len(self.ids):
                 raise ValueError(f"row.{name}: {len(getattr(self, name))} values for {len(self.ids)} ids")
 
+    @property
+    def stats(self) -> RowStats:
+        """Computed at each call, as a row may still grow."""
+        versions = [version for version, bit in zip(self.versions, self.mask, strict=True) if bit]
+        longest = max((len(list(run)) for bit, run in groupby(self.mask) if bit), default=0)
+        return RowStats(len(self.ids), len(versions), longest, min(versions, default=UNSAMPLED_VERSION), sum(versions))
+
+
+@dataclass(frozen=True)
+class RowRef:
+    """A row that lies elsewhere: number `number` of the rows that `source` refers to, for instance a Ray ObjectRef."""
+
+    source: Any
+    number: int
+    stats: RowStats
+
 
 @dataclass
 class Failure:
@@ -51,7 +83,8 @@ class Trajectory:
     """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows.
 
     tools_offered: turns in which tools could have been called. malformed_calls: replies that began a call which could
-    not be read.
+    not be read. record: of a rollout played elsewhere, whose rows are references and whose messages stayed there, reads
+    its line of JSON; None if that was lost.
     """
 
     env: str
@@ -60,7 +93,7 @@ class Trajectory:
     rollout: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row] | list[RowRef] = field(default_factory=list)
     reward: float | None = None
     turns: int = 0
     terminated: bool = False
@@ -74,18 +107,20 @@ class Trajectory:
     failure: Failure | None = None
     seconds: float = 0.0
     step: int = 0
+    record: Callable[[], bytes | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to_json(self) -> str:
-        """One line of JSON. NumPy numbers and arrays become plain ones.
+        """One line of JSON, of what is here. NumPy numbers and arrays become plain ones.
 
         Raises:
             ValueError: a number is NaN or infinite.
             TypeError: `info` or a message holds something JSON has no form for.
         """
         record = vars(self) | {
-            "rows": [vars(row) for row in self.rows],
+            "rows": [vars(row) for row in self.rows if isinstance(row, Row)],
             "failure": self.failure and vars(self.failure),
         }
+        record.pop("record", None)
         text = _dumps(record, ensure_ascii=False)
         return text if text.isascii() or _SURROGATE_PAIR.search(text) else _dumps(record, ensure_ascii=True)
 
@@ -105,11 +140,17 @@ class Trajectory:
             raise ValueError(f"no trajectory record: {error}") from error
 
 
+def json_line(trajectory: Trajectory) -> bytes:
+    """The record, from elsewhere if it is there, with its newline. Raises as `Trajectory.to_json` does."""
+    elsewhere = trajectory.record() if trajectory.record is not None else None
+    return elsewhere or trajectory.to_json().encode("utf-8", "surrogatepass") + b"\n"
+
+
 def write_jsonl(path: str | PathLike[str], trajectories: Iterable[Trajectory]) -> None:
     """Write one record a line, replacing what was there. Raises as `Trajectory.to_json` does."""
     with open(path, "wb") as file:
         for trajectory in trajectories:
-            file.write(trajectory.to_json().encode("utf-8", "surrogatepass") + b"\n")
+            file.write(json_line(trajectory))
 
 
 def read_jsonl(path: str | PathLike[str]) -> list[Trajectory]:
