@@ -4,6 +4,7 @@ Invariant: the ranks run the same calls in the same order. Commands go through p
 a rank that dies ends the call with an error instead of a hang, and no rank outlives this process.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from molt_gym.errors import RunFailed
 
 from ..models.quiet import quiet_libraries
+from .actor import ActorLost
 from .fsdp_actor import ActorSpec, FsdpActor
 from .packing import TrainRow
 
@@ -43,6 +45,9 @@ class LocalActor:
     def __init__(self, spec: ActorSpec) -> None:
         ranks = spec.config.actor.world_size
         self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self.lost = False
+        # Ranks ignore SIGTERM, with which multiprocessing ends those that are left at exit.
+        atexit.register(self.close)
         try:
             store = dist.HashStore()
             if ranks > 1:
@@ -90,6 +95,7 @@ class LocalActor:
 
     def close(self) -> None:
         """End all ranks."""
+        atexit.unregister(self.close)
         for _, pipe in self._ranks:
             pipe.close()
         if dist.is_initialized():
@@ -121,25 +127,32 @@ class LocalActor:
         except Exception as error:
             words = self._words(LAST_WORDS)
             # A rank that breaks off leaves the first with a broken connection, which tells nothing.
-            if words and not isinstance(error, OSError):
-                raise RunFailed(words[0]) from error
+            if words and (self.lost or not isinstance(error, OSError)):
+                raise self._failed(words[0]) from error
             raise
         self._confirm()
 
     def _confirm(self) -> None:
         timeout = COLLECTIVE_TIMEOUT.total_seconds()
         for word in self._words(timeout, f"no answer within {timeout:g} s"):
-            raise RunFailed(word)
+            raise self._failed(word)
+
+    def _failed(self, word: str) -> RunFailed:
+        return (ActorLost if self.lost else RunFailed)(word)
 
     def _words(self, timeout: float, silence: str | None = None) -> list[str]:
         """What went wrong in the other ranks."""
         words = []
         for rank, (process, pipe) in enumerate(self._ranks, start=1):
             try:
-                answer = pipe.recv() if pipe.poll(timeout) else silence
+                answer = silence
+                if pipe.poll(timeout):
+                    answer = pipe.recv()
+                elif silence:
+                    self.lost = True
             except (EOFError, ConnectionError):
                 process.join(timeout=LAST_WORDS)
-                answer = f"the process died (exit code {process.exitcode})"
+                answer, self.lost = f"the process died (exit code {process.exitcode})", True
             if answer is not None:
                 words.append(f"actor rank {rank} of {len(self._ranks) + 1} failed: {answer}")
         return words
@@ -157,8 +170,10 @@ def _start(spec: ActorSpec, rank: int, ranks: int, port: int) -> tuple[BaseProce
 
 def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # A terminal sends Ctrl-C to all processes; the first one, which still has to save, decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal sends Ctrl-C to all processes, and Slurm SIGTERM; the first one, which still has to save, decides when
+    # this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     quiet_libraries()
     # Two ranks with a thread a core each would fight over the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
