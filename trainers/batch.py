@@ -11,7 +11,7 @@ import torch
 
 from molt_gym.tokens import Trajectory
 
-from .actor.packing import TrainRow
+from .actor.packing import AnyRow, train_row
 from .algorithms.advantages import estimate_advantages
 from .algorithms.losses import token_weights
 from .algorithms.shaping import clip_rewards, overlong_penalty, scale_truncated
@@ -51,7 +51,7 @@ def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
     return sum(row.stats.sampled for trajectory in trajectories for row in trajectory.rows)
 
 
-def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[TrainRow]], dict[str, float]]:
+def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[AnyRow]], dict[str, float]]:
     """One list of rows for each optimizer update, and the metrics of the advantages."""
     rollouts = [trajectory for group in groups for trajectory in group]
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group])
@@ -60,7 +60,7 @@ def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[TrainRow
     advantages = estimate_advantages(config.algorithm.estimator, rewards, numbers, tokens)
     updates = min(config.algorithm.updates_per_batch, len(groups))
     share = torch.div(numbers * updates, len(groups), rounding_mode="floor")
-    result: list[list[TrainRow]] = []
+    result: list[list[AnyRow]] = []
     row_number = 0
     for update in range(updates):
         chosen = (share == update).nonzero().flatten().tolist()
@@ -69,8 +69,7 @@ def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[TrainRow
         window = []
         for weight, index in zip(weights.tolist(), chosen, strict=True):
             for row in rollouts[index].rows:
-                window.append(TrainRow(row.ids, row.mask, row.logprobs, advantages[index].item(), weight, row_number,
-                                       int(numbers[index])))
+                window.append(train_row(row, advantages[index].item(), weight, row_number, int(numbers[index])))
                 row_number += 1
         result.append(window)
     idle = (advantages == 0).double().mean().item()

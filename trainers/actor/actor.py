@@ -6,7 +6,13 @@ from typing import Protocol
 
 import torch
 
-from .packing import TrainRow
+from molt_gym.errors import RunFailed
+
+from .packing import AnyRow
+
+
+class ActorLost(RunFailed):
+    """A rank died, or left the others in the middle of a call: the actor is gone, but not its checkpoints."""
 
 
 class Actor(Protocol):
@@ -18,7 +24,7 @@ class Actor(Protocol):
     updates: int
     """Optimizer updates so far, skipped ones included."""
 
-    def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, float]:
+    def train(self, windows: Sequence[Sequence[AnyRow]]) -> dict[str, float]:
         """One optimizer update a window; returns metrics by name."""
         ...
 

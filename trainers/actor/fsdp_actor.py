@@ -63,7 +63,7 @@ class FsdpActor:
         self._spec, self._config = spec, spec.config
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         cuda = torch.cuda.is_available()
-        self._device = torch.device("cuda", self._rank) if cuda else torch.device("cpu")
+        self._device = torch.device("cuda", self._rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         config = AutoConfig.from_pretrained(spec.path)
         check_architecture(config, spec.config.rollout.max_context)
         self._export_dtype = config.dtype or torch.float32

@@ -8,9 +8,12 @@ the value of an id; every trainable token is scored by the hidden state of its p
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from molt_gym.tokens import Row, RowRef
 
 
 @dataclass
@@ -35,6 +38,32 @@ class TrainRow:
     def trained(self) -> list[int]:
         """Positions whose id is trained; the first id of a row has no predecessor that could score it."""
         return [position for position, bit in enumerate(self.mask) if bit and position]
+
+
+@dataclass(frozen=True)
+class RemoteRow:
+    """A `TrainRow` whose tokens lie elsewhere: row `number` of those at `source`, for instance a Ray ObjectRef."""
+
+    source: Any
+    number: int
+    advantage: float
+    weight: float
+    row: int
+    group: int
+
+    def fetched(self, rows: Sequence[Row]) -> TrainRow:
+        """With its tokens; `rows` are those at its source."""
+        return train_row(rows[self.number], self.advantage, self.weight, self.row, self.group)
+
+
+AnyRow = TrainRow | RemoteRow
+
+
+def train_row(row: Row | RowRef, advantage: float, weight: float, number: int, group: int) -> AnyRow:
+    """A recorded row with what the loss needs of its rollout; see `TrainRow`."""
+    if isinstance(row, RowRef):
+        return RemoteRow(row.source, row.number, advantage, weight, number, group)
+    return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group)
 
 
 @dataclass
