@@ -7,10 +7,11 @@ from molt_gym.errors import ConfigError
 from molt_gym.messages import Message
 from molt_gym.sandbox import Limits, make_sandbox
 
+from ..families import check_split
 from .dataset import Dataset
 from .demonstrations import demonstrations
 from .fences import program_in
-from .generator import SPLITS, Generator
+from .generator import Generator
 from .grading import NO_PROGRAM, Verdict, grade
 from .tasks import Task, TaskSource
 
@@ -120,8 +121,7 @@ class Exercises:
             return Generator(self.families, self.difficulty, self.split)
         if self.families is not None:
             raise ConfigError("families: these are for generated tasks; leave out families or dataset")
-        if self.split not in SPLITS:
-            raise ConfigError(f"split: {self.split!r}; write one of {', '.join(map(repr, SPLITS))}")
+        check_split(self.split)
         return Dataset(
             self.dataset,
             self.split,

@@ -1,23 +1,15 @@
-"""Tasks without end, made from an index: small programs to print a value, and small functions.
-
-Invariants: a task depends on split, difficulty, family and index alone; a prompt belongs to one split, chosen by its
-hash, so that no task of "test" is ever met in "train".
-"""
+"""Families of generated tasks: small programs to print a value, and small functions."""
 
 import random
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from molt_gym.errors import ConfigError
-
+from ..families import FamilyGenerator
 from .tasks import OutputTest, Task
 
-__all__ = ["FAMILIES", "PRINT_FAMILIES", "SPLITS", "Generator", "PrintTask"]
+__all__ = ["FAMILIES", "PRINT_FAMILIES", "Generator", "PrintTask"]
 
-SPLITS = ("train", "test")
-_TEST_ONE_IN = 5
 _WORDS = (
     "ant apple arrow bag ball bank bear bird book box bread bus cake car cat chair city cloud coat cow cup day dog "
     "door duck egg farm fish flag fox frog game gift glass goat gold hat hill horse house ice king lake lamp leaf lion "
@@ -37,42 +29,6 @@ class PrintTask(Task):
 def value_of(expression: str) -> str:
     """What printing one of this module's own expressions writes; never give it text of anyone else."""
     return f"{eval(expression)}\n"  # noqa: S307
-
-
-class Generator:
-    """Tasks of some families in turn.
-
-    Args:
-        families: names in `FAMILIES`; None: the eight of `PRINT_FAMILIES`.
-        difficulty: from 1 on; longer numbers, lists and words.
-        split: "train" or "test".
-
-    Raises:
-        ConfigError: there is no such family, difficulty or split.
-    """
-
-    num_tasks: None = None
-
-    def __init__(self, families: Sequence[str] | None = None, difficulty: int = 1, split: str = "train") -> None:
-        self.families = tuple(PRINT_FAMILIES if families is None else families)
-        unknown = [family for family in self.families if family not in FAMILIES]
-        if unknown or not self.families:
-            raise ConfigError(f"families: {unknown or 'none'}; choose from {', '.join(FAMILIES)}")
-        if isinstance(difficulty, bool) or not isinstance(difficulty, int) or not 1 <= difficulty <= 9:
-            raise ConfigError(f"difficulty: {difficulty!r}; write an integer from 1 to 9")
-        if split not in SPLITS:
-            raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, SPLITS))}")
-        self.difficulty, self.split = difficulty, split
-
-    def task(self, index: int) -> Task:
-        """The task of an index, of family number `index` modulo their number."""
-        family = self.families[index % len(self.families)]
-        rng = random.Random(f"{self.split}/{self.difficulty}/{family}/{index}")
-        while True:
-            task = FAMILIES[family](rng, self.difficulty)
-            held_out = zlib.crc32(f"{family}/{task.prompt}".encode()) % _TEST_ONE_IN == 0
-            if held_out == (self.split == "test"):
-                return task
 
 
 Family = Callable[[random.Random, int], Task]
@@ -198,3 +154,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """All families by name; those after `PRINT_FAMILIES` have tests with several inputs."""
+
+
+class Generator(FamilyGenerator[Task]):
+    """Tasks of these families, by default the eight of `PRINT_FAMILIES`; difficulty makes what is in them longer."""
+
+    known, default = FAMILIES, tuple(PRINT_FAMILIES)

@@ -85,7 +85,7 @@ class ToolUseAgent(ChatAgent):
 
     def _opening(self, task: Task) -> list[Message]:
         system = [{"role": "system", "content": self._system}] if self._system else []
-        return [*system, {"role": "user", "content": task.question}]
+        return [*system, {"role": "user", "content": task.prompt}]
 
 
 def last_number(text: str) -> Decimal | None:

@@ -1,23 +1,15 @@
-"""Tasks without end, made from an index: questions about numbers that take a tool or two to answer.
-
-Invariants: a task depends on split, difficulty, family and index alone; a question belongs to one split, chosen by its
-hash, so that no question of "test" is ever met in "train".
-"""
+"""Families of generated tasks: questions about numbers that take a tool or two to answer."""
 
 import json
 import random
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from molt_gym.errors import ConfigError
-
+from ..families import FamilyGenerator
 from .tools import CALCULATE, COLUMNS, LOOK_UP, Table, run_tool
 
-__all__ = ["DEFAULT_FAMILIES", "FAMILIES", "SPLITS", "Generator", "Task", "ToolCall"]
+__all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Generator", "Task", "ToolCall"]
 
-SPLITS = ("train", "test")
-_TEST_ONE_IN = 5
 _COLORS = "black blue brown gray green orange pink red white yellow".split()
 _THINGS = "bag ball boat book bowl box chair clock coat cup desk door flag hat key kite lamp map rope shoe".split()
 _ITEMS_IN_TABLE = 4
@@ -36,13 +28,13 @@ class Task:
     """A question and its answer.
 
     Args:
-        question: the text of the user's message.
+        prompt: the text of the user's message.
         table: what `look_up` reads.
         right: calls, the last of which gives the answer.
         wrong: the mistake that demonstrations make most, likewise.
     """
 
-    question: str
+    prompt: str
     table: Table
     right: tuple[ToolCall, ...]
     wrong: tuple[ToolCall, ...]
@@ -51,40 +43,6 @@ class Task:
     def answer(self) -> int:
         """The right number."""
         return int(run_tool(self.right[-1].name, self.right[-1].arguments, self.table))
-
-
-class Generator:
-    """Tasks of some families in turn.
-
-    Args:
-        families: names in `FAMILIES`; None: those of `DEFAULT_FAMILIES`.
-        difficulty: from 1 on; longer numbers.
-        split: "train" or "test".
-
-    Raises:
-        ConfigError: there is no such family, difficulty or split.
-    """
-
-    def __init__(self, families: Sequence[str] | None = None, difficulty: int = 1, split: str = "train") -> None:
-        self.families = tuple(DEFAULT_FAMILIES if families is None else families)
-        unknown = [family for family in self.families if family not in FAMILIES]
-        if unknown or not self.families:
-            raise ConfigError(f"families: {unknown or 'none'}; choose from {', '.join(FAMILIES)}")
-        if isinstance(difficulty, bool) or not isinstance(difficulty, int) or not 1 <= difficulty <= 9:
-            raise ConfigError(f"difficulty: {difficulty!r}; write an integer from 1 to 9")
-        if split not in SPLITS:
-            raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, SPLITS))}")
-        self.difficulty, self.split = difficulty, split
-
-    def task(self, index: int) -> Task:
-        """The task of an index, of family number `index` modulo their number."""
-        family = self.families[index % len(self.families)]
-        rng = random.Random(f"{self.split}/{self.difficulty}/{family}/{index}")
-        while True:
-            task = FAMILIES[family](rng, self.difficulty)
-            held_out = zlib.crc32(f"{family}/{task.question}".encode()) % _TEST_ONE_IN == 0
-            if held_out == (self.split == "test"):
-                return task
 
 
 Family = Callable[[random.Random, int], Task]
@@ -167,3 +125,9 @@ FAMILIES: dict[str, Family] = {
 
 DEFAULT_FAMILIES = tuple(family for family in FAMILIES if family != "worth")
 """Those that take at most two calls."""
+
+
+class Generator(FamilyGenerator[Task]):
+    """Tasks of these families, by default those of `DEFAULT_FAMILIES`; difficulty makes numbers longer."""
+
+    known, default = FAMILIES, DEFAULT_FAMILIES

@@ -40,7 +40,7 @@ def test_it_asks_a_question_and_offers_its_tools(env):
     assert observation["tools"] == TOOLS
     assert observation["messages"] == [
         {"role": "system", "content": "Use the tools, then answer with the number."},
-        {"role": "user", "content": Generator().task(COST).question},
+        {"role": "user", "content": Generator().task(COST).prompt},
     ]
 
 
@@ -82,7 +82,7 @@ def test_a_loop_of_calls_is_cut_off(env):
 
 def test_splits_differ():
     test = ToolUseAgent(split="test").task(0, None)
-    assert test.question == Generator(split="test").task(0).question != Generator().task(0).question
+    assert test.prompt == Generator(split="test").task(0).prompt != Generator().task(0).prompt
 
 
 @pytest.mark.parametrize(

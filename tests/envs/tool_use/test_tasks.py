@@ -29,8 +29,8 @@ def test_an_answer_is_hard_to_guess(family):
 
 def test_a_question_is_in_one_split():
     train, test = Generator(), Generator(split="test")
-    questions = {train.task(index).question for index in range(2000)}
-    assert questions.isdisjoint(test.task(index).question for index in range(1000))
+    questions = {train.task(index).prompt for index in range(2000)}
+    assert questions.isdisjoint(test.task(index).prompt for index in range(1000))
 
 
 def test_a_task_is_a_function_of_its_index():
@@ -57,7 +57,7 @@ def test_settings_that_make_no_sense_are_refused(arguments, message):
 
 
 def demonstrate(count, seed=0):
-    return demonstrations(Generator(), lambda task: [{"role": "user", "content": task.question}], count, seed)
+    return demonstrations(Generator(), lambda task: [{"role": "user", "content": task.prompt}], count, seed)
 
 
 @pytest.fixture(scope="module")
