@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from molt_gym.errors import RunFailed
+from molt_gym.trainers.actor.actor import ActorLost
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
@@ -137,9 +137,10 @@ def test_a_save_that_the_disk_refuses_is_an_os_error_after_which_both_ranks_go_o
     assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
 
 
-def test_a_rank_leaves_it_to_the_first_to_react_to_an_interrupt(pair: LocalActor, random_rows: Rows) -> None:
+def test_a_rank_leaves_it_to_the_first_to_react_to_a_signal(pair: LocalActor, random_rows: Rows) -> None:
     (rank,) = ranks_of(pair)
-    os.kill(rank.pid, signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(rank.pid, number)
     time.sleep(0.2)
     assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
 
@@ -149,9 +150,9 @@ def test_a_rank_that_was_killed_between_two_calls_is_named(pair: LocalActor, ran
     (rank,) = ranks_of(pair)
     os.kill(rank.pid, signal.SIGKILL)
     rank.join(10)
-    with pytest.raises(RunFailed, match=r"rank 1 of 2 failed: the process died \(exit code -9\)"):
+    with pytest.raises(ActorLost, match=r"rank 1 of 2 failed: the process died \(exit code -9\)"):
         pair.train(batches(random_rows)["even"])
-    with pytest.raises(RunFailed, match="rank 1 of 2"):
+    with pytest.raises(ActorLost, match="rank 1 of 2"):
         list(pair.weights())
 
 
@@ -165,7 +166,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds(
         killer = threading.Timer(1.0, os.kill, (rank.pid, signal.SIGKILL))
         killer.start()
         started = time.monotonic()
-        with pytest.raises(RunFailed, match=r"rank 1 of 2 failed: the process died \(exit code -9\)"):
+        with pytest.raises(ActorLost, match=r"rank 1 of 2 failed: the process died \(exit code -9\)"):
             while time.monotonic() < started + 60:
                 actor.train([random_rows(20, 8)])
         assert time.monotonic() < started + 30

@@ -1,0 +1,38 @@
+"""How many rollouts of a step may fail, and for what reason.
+
+Invariant: a reason that has a budget counts against that alone, all others count together; a step in which nothing
+ended stops the run, whatever the budgets.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from molt_gym.errors import RunFailed
+from molt_gym.tokens import Trajectory
+
+from .config import Config
+
+
+def check_failures(played: Sequence[Trajectory], config: Config, step: int) -> None:
+    """Raise RunFailed if more rollouts of the step failed than `failures.budgets` and `max_failure_rate` allow."""
+    failures = [trajectory.failure for trajectory in played if trajectory.failure is not None]
+    counts = Counter(failure.reason for failure in failures)
+    for limit, share, reasons in _budgets(config, counts, nothing_left=len(failures) == len(played)):
+        number = sum(counts[reason] for reason in reasons)
+        if number > share * len(played):
+            told = ", ".join(f"{reason} {counts[reason]}" for reason in sorted(reasons, key=counts.get, reverse=True))
+            first = next(failure for failure in failures if failure.reason in reasons)
+            raise RunFailed(f"{number} of {len(played)} rollouts of step {step} failed ({told}), a share of "
+                            f"{number / len(played):.2g}{limit}; the first: {first.message}")
+
+
+def _budgets(config: Config, counts: Counter[str], *, nothing_left: bool) -> Iterator[tuple[str, float, list[str]]]:
+    """In words, the share that it allows, and the reasons that count against it."""
+    if nothing_left:
+        yield ", so that nothing is left to train on", 0.0, list(counts)
+    budgets = config.failures.budgets
+    for reason in (reason for reason in counts if reason in budgets):
+        yield f", more than failures.budgets.{reason} = {budgets[reason]} allows", budgets[reason], [reason]
+    rate = config.rollout.max_failure_rate
+    yield (f", more than rollout.max_failure_rate = {rate} allows", rate,
+           [reason for reason in counts if reason not in budgets])
