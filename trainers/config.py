@@ -152,7 +152,7 @@ def _resolve(path: Keys, source: str) -> tuple[Keys, FieldInfo | None]:
         if field is None:
             raise ConfigError(f"{'.'.join(path)}{_from(source)}: unknown option; " + _nearest(path))
         if not _is_section(field):
-            if i + 1 < len(path) and field.annotation != dict[str, Any]:
+            if i + 1 < len(path) and get_origin(field.annotation) is not dict:
                 raise ConfigError(f"{'.'.join(path)}{_from(source)}: unknown option; {'.'.join(path[:i + 1])} takes "
                                   f"{_takes(field)}")
             return path, field
@@ -227,7 +227,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if type(None) in arguments:
         return _describe(arguments[0], metadata) + ", or leave it out"
     if get_origin(annotation) is dict:
-        return "a table"
+        return "a table" if arguments[1] is Any else f"a table from text to {_describe(arguments[1])}"
     bounds = [f"{sign} {getattr(item, name)}" for item in metadata
               for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")) if hasattr(item, name)]
     word = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[annotation]
