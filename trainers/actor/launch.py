@@ -56,7 +56,7 @@ class LocalActor:
                 self._ranks.append(_start(spec, rank, ranks, store.port))
             self._confirm()
             with self._together():
-                _join_group(store, 0, ranks)
+                join_group(store, 0, ranks)
                 self._first = FsdpActor(spec)
         except BaseException:
             self.close()
@@ -178,7 +178,7 @@ def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -
     # Two ranks with a thread a core each would fight over the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     pipe.send(None)
-    _join_group(dist.TCPStore("127.0.0.1", port, ranks), rank, ranks)
+    join_group(dist.TCPStore("127.0.0.1", port, ranks), rank, ranks)
     actor = FsdpActor(spec)
     pipe.send(None)
     while True:
@@ -203,6 +203,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _join_group(store: dist.Store, rank: int, ranks: int) -> None:
+def join_group(store: dist.Store, rank: int, ranks: int) -> None:
+    """Meet the other ranks in the default process group; waits for all."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)

@@ -1,0 +1,1 @@
+"""Where the parts of a run are placed on a Ray cluster."""
