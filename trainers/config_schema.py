@@ -235,8 +235,7 @@ class FailureConfig(Section):
     actor_restarts: Natural = 3
     """Times that training goes on from its last checkpoint by itself after a rank of the actor has died."""
     budgets: dict[str, Share] = {}
-    """Share of a step's rollouts that may fail for a reason, such as step_timeout = 0.1; others together may reach
-    rollout.max_failure_rate."""
+    """Share of a step's rollouts that may fail for a reason; other reasons share rollout.max_failure_rate."""
     watchdog: NotNegative = 300.0
     """Seconds without any progress after which it is said what is waited for, and since when; 0: never."""
 

@@ -89,7 +89,7 @@ def test_unknown_options_of_a_file_and_a_preset_are_named_with_their_source(tmp_
     ("rollout.top_p", 1.5, "got 1.5 (float); write a number > 0 and <= 1"),
     ("actor.lr", float("nan"), "got nan (float); write a number > 0"),
     ("actor.betas", [0.9, 1.0], "got [0.9, 1.0] (list); write a list of 2, each a number >= 0 and < 1"),
-    ("placement", "ray", "got 'ray' (str); write 'local'"),
+    ("placement", "moon", "got 'moon' (str); write 'local' or 'ray'"),
     ("algorithm.loss", "gspo", "got 'gspo' (str); write 'ppo' or 'reinforce'"),
     ("algorithm.dual_clip", 1, "got 1 (int); write a number > 1, or leave it out"),
     ("eval.before", "perhaps", "got 'perhaps' (str); write true or false"),

@@ -5,7 +5,7 @@ between; while there is no engine it waits for one.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -56,9 +56,13 @@ class _Flight:
 class Router:
     """Sends the requests of a rollout, which the first three numbers of their keys name, to the engine that has their
     prefix (see `OVERLOAD`), the first of them and the first after `set_targets` to the least loaded one.
+
+    Args:
+        ended: called with each engine of which is found that it has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[Target], None] = lambda _: None) -> None:
+        self._ended = ended
         self._loads: dict[Target, int] = {}
         self._homes: dict[tuple[int, ...], Target] = {}
         self._waiting: list[_Flight] = []
@@ -153,7 +157,7 @@ class Router:
         self._bury()
         # What is wrong with the request itself, as a prompt that is too long, is a ValueError.
         lost = target not in self._loads and not isinstance(error, ValueError)
-        if lost and flight.sends < MAX_SENDS:
+        if lost and flight.sends < MAX_SENDS and self._over is None:
             self.requeued += 1
             self._send([flight])
         else:
@@ -162,3 +166,4 @@ class Router:
     def _bury(self) -> None:
         for target in [target for target in self._loads if target.ended is not None]:
             self.drop(target)
+            self._ended(target)

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from molt_gym.errors import ConfigError, PromptTooLong, RunFailed
 from molt_gym.tokens import Generation, Sampling
-from molt_gym.trainers.rollout import fleet as fleet_module
+from molt_gym.trainers.rollout import router as router_module
 from molt_gym.trainers.rollout.engine import Request
-from molt_gym.trainers.rollout.fleet import MAX_RESTARTS, EngineFleet
+from molt_gym.trainers.rollout.fleet import EngineFleet
 from molt_gym.trainers.step_metrics import engine_metrics
 
 WAIT = 10.0
+MAX_RESTARTS = 8
 
 
 class Scripted:
     """Samples one token a `step`: its own number, with the version of its weights."""
 
     max_context = 64
+    busy_seconds = 0.0
 
     def __init__(self, number: int = 0, troubles: dict[str, Exception] | None = None) -> None:
         self.number, self.troubles = number, troubles or {}
@@ -222,14 +224,14 @@ async def test_after_an_update_only_the_rollouts_in_flight_have_an_engine_of_the
     fleet.submit([request(9, 0, 0, 0), request(0, 0, 0, 2)])
     assert whom(shop) == [[(9, 0, 0, 0)], [(0, 0, 0, 2)]]
     await fleet.reset_prefix_cache()
-    assert not fleet._homes
+    assert not fleet._router._homes
 
 
 async def test_only_the_newest_rollouts_are_remembered(fleet, shop, monkeypatch):
-    monkeypatch.setattr(fleet_module, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(router_module, "MAX_SESSIONS", 3)
     for n in (0, 1, 2, 0, 3):
         fleet.submit([request(n, 0, 0)])
-    assert list(fleet._homes) == [(2, 0, 0), (0, 0, 0), (3, 0, 0)]
+    assert list(fleet._router._homes) == [(2, 0, 0), (0, 0, 0), (3, 0, 0)]
 
 
 async def test_a_cancelled_request_leaves_its_engine_and_its_load(fleet, shop):
@@ -360,19 +362,40 @@ async def test_a_start_that_fails_is_tried_again(fleet, shop):
     assert [engine.version for engine in shop.made] == [1, 2, 0, 2]
 
 
-async def test_when_all_died_requests_fail_and_the_next_update_waits_for_a_new_engine(fleet, shop):
+async def test_when_all_died_requests_wait_for_a_new_engine_which_asks_for_weights(fleet, shop):
     replies = fleet.submit([request()] * 2)
     for engine in shop.made[:2]:
         engine.die()
-    for reply in [*replies, *fleet.submit([request()])]:
-        with pytest.raises(RunFailed, match="(?s)no engine is left.*engine 0 killed.*engine 1 killed"):
-            await asyncio.wait_for(reply, WAIT)
-    await asyncio.wait_for(updated(fleet, 2), WAIT)
-    reply, = fleet.submit([request()])
+    replies += fleet.submit([request()])
+    await asyncio.wait_for(fleet.wants_weights.wait(), WAIT)
+    assert not any(reply.done() for reply in replies)
+    await asyncio.wait_for(updated(fleet, 1), WAIT)
     for engine in shop.made[2:]:
         engine.step()
         engine.finish()
-    assert (await asyncio.wait_for(reply, WAIT)).versions == [2]
+    await settle()
+    await asyncio.wait_for(updated(fleet, 2), WAIT)
+    assert not fleet.wants_weights.is_set() and fleet.take_faults()["requeued"] == 2
+    for engine in shop.made[2:]:
+        engine.finish()
+    assert all([await asyncio.wait_for(reply, WAIT) for reply in replies])
+
+
+async def test_who_asks_engines_elsewhere_is_told_which_have_the_newest_weights(fleet, shop):
+    told = []
+
+    async def joined(members):
+        told.append([member.number for member in members])
+        assert all(member.paused for member in members)
+
+    fleet.joined = joined
+    await updated(fleet, 2)
+    shop.made[0].die()
+    await started(shop, 2)
+    await updated(fleet, 3)
+    await started(shop, 3)
+    await updated(fleet, 4)
+    assert told == [[0, 1], [1], [1, 2]]
 
 
 async def test_after_too_many_restarts_the_run_ends(fleet, shop):
@@ -580,4 +603,4 @@ async def play(count: int, events: list[tuple]) -> None:
 
 
 def alive_in(fleet: EngineFleet) -> list[Scripted]:
-    return [place.engine for place in fleet._places]
+    return fleet.members
