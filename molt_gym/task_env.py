@@ -60,6 +60,10 @@ class TaskEnv(gym.Env[Conversation, Message], ABC):
     """Schemas of the tools that the policy may call; an env may set its own in `__init__` or `begin`."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings of `molt_gym.train` that suit this env, by the name of the model ("" for any), below the user's own."""
+    own_process: ClassVar[bool] = False
+    """Whether each env needs a process of its own, as it changes what belongs to a whole one: the working directory,
+    `os.environ`, global random states, signal handlers, loaded modules. Training then gives it one, which is killed,
+    with all that it started, if it misses a deadline."""
 
     _OPTIONS: ClassVar[tuple[str, ...]] = ("index",)
 

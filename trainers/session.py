@@ -3,18 +3,15 @@
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import torch
 from transformers import AutoTokenizer
 
-from molt_gym.agents import AgentEnv
 from molt_gym.policy import Policy
-from molt_gym.registry import creators, find_spec, make
+from molt_gym.registry import creators, find_spec
 from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
@@ -24,6 +21,7 @@ from .evaluate import EvalResult, evaluate, held_out_kwargs
 from .parity import ParityProbe
 from .rollout.agent_episode import AgentServer
 from .rollout.engine import RolloutEngine
+from .rollout.env_maker import EnvMaker
 from .rollout.fleet import EngineFleet
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.pool import TaskStream
@@ -38,44 +36,27 @@ EVAL_SEED = 1_000_003
 """Added to the run's seed where an env has no split, so that evaluation draws other tasks than training."""
 
 
-@dataclass(frozen=True)
-class EnvMaker:
-    """Makes envs of one id and keywords; `num_tasks` is asked from the first one."""
-
-    env_id: str
-    kwargs: dict[str, Any]
-
-    def __call__(self) -> gym.Env:
-        """A new env."""
-        return make(self.env_id, **self.kwargs)
-
-    @property
-    def is_agent(self) -> bool:
-        """Whether they are agents, with loops of their own."""
-        return creators(find_spec(self.env_id))[0] is AgentEnv
-
-    def num_tasks(self) -> int | None:
-        """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
-        env = self()
-        try:
-            return getattr(env.unwrapped, "num_tasks", None)
-        finally:
-            env.close()
-
-
 def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
     """The envs of training, or of evaluation.
 
     Raises:
         UnknownEnv, NotAChatEnv, ConfigError: the env cannot be made.
     """
-    kwargs, turns = dict(config.env_kwargs), config.rollout.max_turns
+    spec, kwargs, turns = find_spec(config.env), dict(config.env_kwargs), config.rollout.max_turns
     if held_out:
-        kwargs = held_out_kwargs(find_spec(config.env)) | kwargs | config.eval.env_kwargs
+        kwargs = held_out_kwargs(spec) | kwargs | config.eval.env_kwargs
         turns = config.eval.max_turns or turns
     if turns is not None:
         kwargs["max_episode_steps"] = turns
-    return EnvMaker(config.env, kwargs)
+    creator, tasks = creators(spec)
+    # What a script itself defines has no name in other processes.
+    if str(spec.entry_point).startswith("__main__:"):
+        spec.entry_point = creator
+    if str(spec.kwargs.get("agent")).startswith("__main__:"):
+        spec.kwargs["agent"] = tasks
+    mode = config.rollout.env_processes
+    own_process = mode == "always" or mode == "auto" and bool(getattr(tasks, "own_process", False))
+    return EnvMaker(config.env, spec, kwargs, own_process)
 
 
 def env_preset(env: str, model: str) -> dict[str, Any]:
@@ -173,7 +154,7 @@ class Sampler:
                              self._threads)
 
         return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
-                      server=self._agents)
+                      server=self._agents, own_process=maker.own_process)
 
     async def check_parity(self, actor: Actor) -> None:
         """Raise RunFailed where an engine, if it is code of its own, computes other log-probabilities than `actor`."""
@@ -181,20 +162,21 @@ class Sampler:
             dtypes = (engine_dtype(self._config), pick_dtype(self._config.actor.dtype))
             await ParityProbe.of(self.renderer, self.engine.max_context, *dtypes).check(self.engine, actor)
 
-    async def evaluate(self) -> EvalResult:
-        """The held-out score of the weights in use."""
-        runner = self.runner(env_maker(self._config, held_out=True), self._config.eval.temperature, ordered=True)
+    async def evaluate(self, *, alone: bool = True) -> EvalResult:
+        """The held-out score of the weights in use; `alone`: nobody else plays meanwhile."""
+        runner = self.runner(env_maker(self._config, held_out=True), self._config.eval.temperature, ordered=alone)
         try:
             return await evaluate_with(runner, self._config)
         finally:
             await runner.aclose()
-            await self.engine.reset_prefix_cache()
+            if alone:
+                await self.engine.reset_prefix_cache()
 
 
 def policy_runner(policy: Policy, maker: EnvMaker, config: Config) -> Runner:
     """Plays with a policy that is no model of ours."""
     return Runner(maker.env_id, maker, lambda ticket, attempt: PolicySeat(policy), limits(config),
-                  server=AgentServer(partial(loopback, config)))
+                  server=AgentServer(partial(loopback, config)), own_process=maker.own_process)
 
 
 async def evaluate_with(runner: Runner, config: Config) -> EvalResult:

@@ -50,6 +50,8 @@ class ChatAgent(ABC):
     """Schemas in the OpenAI form, for `AgentContext.tools`; what the model sees is what the agent's requests offer."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings of `molt_gym.train` that suit this agent, by the name of the model ("" for any), below the user's."""
+    own_process: ClassVar[bool] = False
+    """Whether runs at the same time need a process each; see `TaskEnv.own_process`."""
 
     def task(self, index: int, rng: np.random.Generator) -> Any:
         """Task number `index`, by default the number; `rng` is the run's, and the only randomness to use.

@@ -6,25 +6,15 @@ user's own is around them, for it could not see what goes past it.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
-import gymnasium as gym
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
-
-from molt_gym.agents import AgentEnv, AgentRun, Result
+from molt_gym.agents import AgentRun, Result
 from molt_gym.errors import ConfigError, EnvFailure
 from molt_gym.server.server import LoopbackServer
 from molt_gym.server.session import Session
 
+from .env_calls import END_TIMEOUT, deadline_passed
 from .seats import Seat
-
-END_TIMEOUT = 5.0
-"""Seconds that an agent whose turns are used up may take to end."""
-
-_PLAIN = (OrderEnforcing, PassiveEnvChecker, TimeLimit)
-
-Launch = Callable[[Session], Awaitable[AgentRun]]
 
 
 class AgentServer:
@@ -63,52 +53,56 @@ class AgentServer:
                 await server.close()
 
 
-def plays_itself(env: gym.Env) -> bool:
-    """Whether the env is an agent with nothing around it but what `gymnasium.make` puts there."""
-    while isinstance(env, gym.Wrapper):
-        if type(env) not in _PLAIN:
-            return False
-        env = env.env
-    return isinstance(env, AgentEnv)
-
-
 def info_of(result: Result) -> dict[str, Any]:
     """The info of the last step."""
     return result.info | ({} if result.score is None else {"score": result.score})
 
 
-async def play_agent(server: LoopbackServer, seat: Seat, launch: Launch, max_turns: int | None) -> Result:
+async def play_agent(
+    server: LoopbackServer, seat: Seat, run: Callable[[Session], Awaitable[Result]], max_turns: int | None
+) -> Result:
     """Run an agent to its end, or until it asked for more than `max_turns` replies.
 
     Args:
-        launch: starts it, given its session.
+        run: runs it, given its session.
 
     Raises:
-        EnvFailure: from the agent, because it asked nothing, or, with the reason "timeout", because its own deadline
-            passed.
+        EnvFailure: from the agent, or because it asked nothing.
     """
     session = server.open(seat.respondent, max_turns=max_turns)
-    run: AgentRun | None = None
-    ended: asyncio.Future[Result] | None = None
-    over = asyncio.ensure_future(session.over.wait())
     try:
-        run = await launch(session)
-        ended = asyncio.wrap_future(run.future)
-        await asyncio.wait([ended, over], timeout=run.context.remaining(), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done() and not over.done():
-            raise EnvFailure("timeout", "the agent has not ended before its deadline (run_timeout)")
-        if not ended.done():
-            await asyncio.wait([ended], timeout=END_TIMEOUT)
-        result = ended.result() if ended.done() else replace(run.so_far(), truncated=True)
+        result = await run(session)
     finally:
-        over.cancel()
-        # Otherwise what becomes of the run is an exception that nobody retrieves.
-        if ended is not None:
-            ended.cancel()
-        if run is not None:
-            run.cancel()
         session.close()
     if not session.turns and not result.truncated:
         raise EnvFailure("agent", f"it ended with {result} without having been answered once; it has to ask the policy "
                          "something at ctx.base_url, for instance through ctx.openai()")
     return result
+
+
+async def outcome(run: AgentRun, session: Session) -> Result:
+    """What comes of a run in this process, which has ended then.
+
+    Raises:
+        EnvFailure: from the agent, or, with the reason "timeout", because its own deadline passed.
+    """
+    ended = asyncio.wrap_future(run.future)
+    over = asyncio.ensure_future(session.over.wait())
+    try:
+        await asyncio.wait([ended, over], timeout=run.context.remaining(), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done() and not over.done():
+            raise deadline_passed()
+        if not ended.done():
+            await asyncio.wait([ended], timeout=END_TIMEOUT)
+        return ended.result() if ended.done() else run.so_far(truncated=True)
+    finally:
+        over.cancel()
+        # Otherwise what becomes of the run is an exception that nobody retrieves.
+        ended.cancel()
+        run.cancel()
+
+
+def state_of(session: Session) -> tuple[bool, bool, str, str]:
+    """What a run in another process reads of its session: over, overflowed, and kind and text of its failure."""
+    failure = session.failure
+    return session.over.is_set(), session.overflowed, type(failure).__name__ if failure else "", str(failure or "")

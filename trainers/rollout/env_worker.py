@@ -1,7 +1,7 @@
-"""Environments in threads of their own, so that a slow or hung one holds up nobody else.
+"""Environments in threads or processes of their own, so that a slow or hung one holds up nobody else.
 
 Invariants: an env lives in one thread from `make` to `close`; a call past its deadline gives its worker up, thread and
-all, and the next rollout gets a new one.
+all, and the next rollout gets a new one. A process is killed then.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import gymnasium as gym
 
-from molt_gym.task_env import TaskEnv
 from molt_gym.threads import Worker
 
+from .env_calls import storable
+from .env_process import CLOSE_TIMEOUT, EnvProcess
+
 T = TypeVar("T")
-CLOSE_TIMEOUT = 5.0
-"""Seconds that all envs together may take to close."""
 
 
 class DeadlinePassed(Exception):
@@ -24,16 +24,32 @@ class DeadlinePassed(Exception):
 
 
 class EnvWorker:
-    """One env and its thread."""
+    """One env and its thread.
 
-    def __init__(self, make: Callable[[], gym.Env]) -> None:
+    Args:
+        own_process: whether the env lives in a process, which the thread waits for.
+    """
+
+    def __init__(self, make: Callable[[], gym.Env], *, own_process: bool = False) -> None:
         self._worker = Worker("molt-gym-env")
         self._make = make
         self._env: gym.Env | None = None
+        self._process = EnvProcess(make) if own_process else None
         self.usable = True
 
-    async def call(self, work: Callable[[gym.Env], T], timeout: float) -> T:
-        """Run `work(env)` in the env's thread; the first call makes the env.
+    @property
+    def own_process(self) -> bool:
+        """Whether the env lives in a process of its own."""
+        return self._process is not None
+
+    async def call(
+        self, work: Callable[[gym.Env], T], timeout: float, answer: Callable[[], Any] | None = None
+    ) -> T:
+        """Run `work(env)` in the env's thread or process; the first call makes the env.
+
+        Args:
+            work: for a process, what `cloudpickle` can send there; and so must be its result.
+            answer: see `EnvProcess.run`.
 
         Raises:
             DeadlinePassed: `timeout` seconds passed; the worker is not usable any more.
@@ -41,43 +57,52 @@ class EnvWorker:
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                return await asyncio.wrap_future(self._worker.submit(lambda: self._run(work)))
+                return await asyncio.wrap_future(self._worker.submit(lambda: self._run(work, answer)))
         except BaseException as error:
             # After an exception the env's state is unknown, after a cancellation its thread may still be at it.
             self.usable = False
-            if deadline.expired():
+            late = deadline.expired()
+            if self._process is not None and (late or isinstance(error, asyncio.CancelledError)):
+                self._process.kill()
+            if late:
                 raise DeadlinePassed(f"no answer within {timeout:g} s") from error
             raise
 
-    def _run(self, work: Callable[[gym.Env], T]) -> T:
+    def _run(self, work: Callable[[gym.Env], T], answer: Callable[[], Any] | None) -> T:
+        if self._process is not None:
+            return self._process.run(work, answer)
         try:
             if self._env is None:
                 self._env = self._make()
             return work(self._env)
         except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            if (carried := storable(error)) is error:
                 raise
-            # A future cannot carry StopIteration, and an env that calls exit() must not end the run.
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise carried from error
 
     def retire(self) -> "concurrent.futures.Future[None]":
         """Close the env once its thread is free; does not wait."""
         self.usable = False
-        closed = self._worker.submit(lambda: self._env.close() if self._env is not None else None)
+        closed = self._worker.submit(self._close)
         self._worker.stop()
         return closed
+
+    def _close(self) -> None:
+        for closable in (self._process, self._env):
+            if closable is not None:
+                closable.close()
 
 
 class EnvPool:
     """Workers that are free, handed out one a rollout."""
 
-    def __init__(self, make: Callable[[], gym.Env]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], gym.Env], *, own_process: bool = False) -> None:
+        self._make, self._own_process = make, own_process
         self._free: list[EnvWorker] = []
 
     def take(self) -> EnvWorker:
         """A worker that nobody else holds."""
-        return self._free.pop() if self._free else EnvWorker(self._make)
+        return self._free.pop() if self._free else EnvWorker(self._make, own_process=self._own_process)
 
     def give_back(self, worker: EnvWorker) -> None:
         """Return a worker; one that is not usable is retired."""
@@ -90,10 +115,3 @@ class EnvPool:
         """Close all free envs, and wait up to `CLOSE_TIMEOUT` seconds for it."""
         concurrent.futures.wait([worker.retire() for worker in self._free], CLOSE_TIMEOUT)
         self._free.clear()
-
-
-def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:
-    """The keywords for `reset` that play task `index`: our envs take it as an option, others as the seed."""
-    if isinstance(env.unwrapped, TaskEnv):
-        return {"seed": seed, "options": {"index": index}}
-    return {"seed": index}

@@ -6,27 +6,27 @@ deadline; an env whose state is unknown is not used again.
 """
 
 import asyncio
-import math
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import gymnasium as gym
-import numpy as np
 
-from molt_gym.agents import AgentRun
+from molt_gym.agents import Result
 from molt_gym.errors import EnvFailure, PromptTooLong
-from molt_gym.messages import Conversation, Message, validate_conversation
+from molt_gym.messages import Conversation, Message
 from molt_gym.server.session import Session
 from molt_gym.task_env import finite
 from molt_gym.tokens import Failure, Trajectory
 
-from .agent_episode import AgentServer, info_of, play_agent, plays_itself
-from .env_worker import DeadlinePassed, EnvPool, EnvWorker, choose_task
+from .agent_episode import AgentServer, info_of, outcome, play_agent, state_of
+from .env_calls import plain, reset, run_agent, step, turn_limit
+from .env_worker import DeadlinePassed, EnvPool, EnvWorker
 from .seats import Seat
 from .ticket import Ticket
 
@@ -55,11 +55,12 @@ class Runner:
 
     Args:
         env_id: for the record.
-        make: makes one env; called in the env's thread.
+        make: makes one env; called in the env's thread or process.
         seat: whom to ask in attempt number `attempt` at a ticket.
         live: entered while a rollout goes on, such as `Gate.rollout`.
         done: called with each trajectory, as it ends.
         server: for agents, which other runners may share; by default one of its own.
+        own_process: whether each env gets a process of its own.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Runner:
         live: Callable[[], AbstractContextManager[None]] = nullcontext,
         done: Callable[[Trajectory], None] = lambda _: None,
         server: AgentServer | None = None,
+        own_process: bool = False,
     ) -> None:
         self.env_id, self.limits = env_id, limits
-        self._envs = EnvPool(make)
+        self._envs = EnvPool(make, own_process=own_process)
+        self._phases: dict[int, tuple[str, float]] = {}
         self._seat, self._live, self._done, self._server = seat, live, done, server or AgentServer()
         self.retried: Counter[str] = Counter()
         """Failures by reason that a new attempt followed; for the reader to clear."""
@@ -90,6 +93,11 @@ class Runner:
                     self.retried[trajectory.failure.reason] += 1
         self._done(trajectory)
         return trajectory
+
+    def pending(self) -> list[tuple[str, float]]:
+        """Each rollout that goes on with what it waits for, and for how many seconds already."""
+        now = time.monotonic()
+        return [(what, now - since) for what, since in self._phases.values()]
 
     def close(self) -> None:
         """Close the envs that no rollout holds."""
@@ -116,42 +124,56 @@ class Runner:
             message = f"no end within {self.limits.episode_timeout:g} s (rollout.episode_timeout)"
             trajectory.failure = _failure("episode_timeout", message, error)
         finally:
+            self._phases.pop(id(trajectory), None)
             self._envs.give_back(worker)
         seat.record(trajectory)
         trajectory.seconds = time.perf_counter() - started
         return trajectory, retry
 
     async def _episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
-        observation = await self._env("reset", worker, lambda env: _reset(env, ticket), self.limits.reset_timeout)
+        self._enter(trajectory, "reset")
+        observation = await self._env("reset", worker, partial(reset, ticket=ticket), self.limits.reset_timeout)
         if observation is None:
+            self._enter(trajectory, "agent")
             await self._agent_episode(trajectory, seat, worker, ticket)
             return
         total, over = 0.0, False
         while not over:
             trajectory.messages, trajectory.tools = observation["messages"], observation["tools"]
+            self._enter(trajectory, "reply")
             reply = await self._reply(seat, observation)
             if reply is None:
                 trajectory.truncated = trajectory.length_limited = True
                 break
+            self._enter(trajectory, "step")
             observation, reward, trajectory.terminated, trajectory.truncated, trajectory.info = await self._env(
-                "step", worker, lambda env, reply=reply: _step(env, reply), self.limits.step_timeout)
+                "step", worker, partial(step, reply=reply), self.limits.step_timeout)
             total += reward
             over = trajectory.terminated or trajectory.truncated
         trajectory.messages = observation["messages"]
         trajectory.reward = finite(total, "the sum of the rewards")
 
+    def _enter(self, trajectory: Trajectory, phase: str) -> None:
+        what = f"{phase} of rollout {trajectory.rollout} of group {trajectory.group} ({self.env_id} {trajectory.index})"
+        self._phases[id(trajectory)] = what, time.monotonic()
+
     async def _agent_episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
         server = await self._server.get(self)
-        max_turns = await self._env("reset", worker, lambda env: env.spec.max_episode_steps if env.spec else None,
-                                    self.limits.reset_timeout)
+        timeout = self.limits.episode_timeout
+        max_turns = await self._env("reset", worker, turn_limit, self.limits.reset_timeout)
+        options = {"index": ticket.index, "seed": ticket.env_seed, "max_turns": max_turns, "timeout": timeout}
 
-        async def launch(session: Session) -> AgentRun:
-            return await self._env("reset", worker, lambda env: env.unwrapped.launch(
-                session, index=ticket.index, seed=ticket.env_seed, max_turns=max_turns,
-                timeout=self.limits.episode_timeout), self.limits.reset_timeout)
+        async def run(session: Session) -> Result:
+            if not worker.own_process:
+                return await outcome(await self._env("reset", worker, lambda env: env.unwrapped.launch(
+                    session, **options), self.limits.reset_timeout), session)
+            work = partial(run_agent, key=session.key, url=session.url, **options)
+            result, ended = await self._env("reset", worker, work, timeout, lambda: state_of(session))
+            worker.usable = worker.usable and ended
+            return result
 
-        result = await play_agent(server, seat, launch, max_turns)
-        trajectory.info, trajectory.truncated = _plain(info_of(result)), result.truncated
+        result = await play_agent(server, seat, run, max_turns)
+        trajectory.info, trajectory.truncated = plain(info_of(result)), result.truncated
         trajectory.terminated = not result.truncated
         trajectory.reward = finite(result.reward, "the reward of the agent")
 
@@ -168,9 +190,12 @@ class Runner:
                               "(rollout.generate_timeout)") from error
             raise _Failed("policy_error", f"the policy raised {type(error).__name__}: {error}") from error
 
-    async def _env(self, name: str, worker: EnvWorker, work: Callable[[gym.Env], T], timeout: float) -> T:
+    async def _env(
+        self, name: str, worker: EnvWorker, work: Callable[[gym.Env], T], timeout: float,
+        answer: Callable[[], Any] | None = None,
+    ) -> T:
         try:
-            return await worker.call(work, timeout)
+            return await worker.call(work, timeout, answer)
         except EnvFailure:
             raise
         except DeadlinePassed as error:
@@ -178,28 +203,6 @@ class Runner:
                           f"(rollout.{name}_timeout)") from error
         except Exception as error:  # noqa: BLE001  whatever a user's env raises fails this rollout alone
             raise _Failed(f"{name}_error", f"{self.env_id}: {name} raised {type(error).__name__}: {error}") from error
-
-
-def _reset(env: gym.Env, ticket: Ticket) -> Conversation | None:
-    """The first observation; None if the env is an agent that plays by itself."""
-    if plays_itself(env):
-        return None
-    observation, _ = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
-    validate_conversation(observation, "observation")
-    return observation
-
-
-def _step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
-    observation, reward, terminated, truncated, info = env.step(reply)
-    validate_conversation(observation, "observation")
-    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), _plain(info)
-
-
-def _plain(info: dict[str, Any]) -> dict[str, Any]:
-    """The finite numbers and the texts of `info`, which is all that transcripts take."""
-    values = {str(key): value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
-    return {key: value for key, value in values.items()
-            if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))}
 
 
 def _failure(reason: str, message: str, error: BaseException) -> Failure:

@@ -6,7 +6,8 @@ import gymnasium as gym
 import pytest
 
 from molt_gym import Turn
-from molt_gym.trainers.rollout.env_worker import DeadlinePassed, EnvPool, EnvWorker, choose_task
+from molt_gym.trainers.rollout.env_calls import choose_task
+from molt_gym.trainers.rollout.env_worker import DeadlinePassed, EnvPool, EnvWorker
 
 
 async def until(condition, seconds=5.0):

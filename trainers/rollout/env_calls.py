@@ -1,0 +1,176 @@
+"""What is done with an env where it lives, in a thread of the trainer's process or in a process of its own.
+
+Invariant: importing this module loads neither torch nor a server, as every env's process does it.
+"""
+
+import concurrent.futures
+import math
+import pickle
+import threading
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+from molt_gym.agents import AgentEnv, AgentRun, Result
+from molt_gym.errors import EnvFailure
+from molt_gym.messages import Conversation, Message, validate_conversation
+from molt_gym.task_env import TaskEnv, finite
+
+from .ticket import Ticket
+
+END_TIMEOUT = 5.0
+"""Seconds that an agent whose turns are used up may take to end."""
+_ASK_EVERY = 1.0
+_PLAIN = (OrderEnforcing, PassiveEnvChecker, TimeLimit)
+
+
+def reset(env: gym.Env, ticket: Ticket) -> Conversation | None:
+    """The first observation; None if the env is an agent that plays by itself."""
+    if plays_itself(env):
+        return None
+    observation, _ = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
+    validate_conversation(observation, "observation")
+    return observation
+
+
+def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
+    """What `env.step` returns, checked."""
+    observation, reward, terminated, truncated, info = env.step(reply)
+    validate_conversation(observation, "observation")
+    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), plain(info)
+
+
+def turn_limit(env: gym.Env) -> int | None:
+    """The cap on turns that the env was made with."""
+    return env.spec.max_episode_steps if env.spec else None
+
+
+def num_tasks(env: gym.Env) -> int | None:
+    """How many tasks there are; None for no end of them."""
+    return getattr(env.unwrapped, "num_tasks", None)
+
+
+def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:
+    """The keywords for `reset` that play task `index`: our envs take it as an option, others as the seed."""
+    if isinstance(env.unwrapped, TaskEnv):
+        return {"seed": seed, "options": {"index": index}}
+    return {"seed": index}
+
+
+def plays_itself(env: gym.Env) -> bool:
+    """Whether the env is an agent with nothing around it but what `gymnasium.make` puts there."""
+    while isinstance(env, gym.Wrapper):
+        if type(env) not in _PLAIN:
+            return False
+        env = env.env
+    return isinstance(env, AgentEnv)
+
+
+def plain(info: dict[str, Any]) -> dict[str, Any]:
+    """The finite numbers and the texts of `info`, which is all that transcripts take."""
+    values = {str(key): value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
+    return {key: value for key, value in values.items()
+            if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))}
+
+
+def run_agent(env: gym.Env, key: str, url: str, **options: Any) -> tuple[Result, bool]:
+    """Run the agent of an env in its own process, on a session that is open in the trainer's.
+
+    Args:
+        **options: for `AgentEnv.launch`.
+
+    Returns:
+        What came of it, and whether its thread has ended.
+
+    Raises:
+        EnvFailure: from the agent, or with the reason "timeout".
+    """
+    session = _Session(key, url)
+    run = env.unwrapped.launch(session, **options)
+    try:
+        result = _outcome(run, session)
+    finally:
+        run.cancel()
+    return replace(result, info=plain(result.info)), run.join(_ASK_EVERY)
+
+
+def _outcome(run: AgentRun, session: "_Session") -> Result:
+    while not concurrent.futures.wait([run.future], min(_ASK_EVERY, run.context.remaining())).done:
+        if not run.context.remaining():
+            raise deadline_passed()
+        if session.is_set():
+            concurrent.futures.wait([run.future], END_TIMEOUT)
+            return run.future.result() if run.future.done() else run.so_far(truncated=True)
+    return run.future.result()
+
+
+def deadline_passed() -> EnvFailure:
+    """For an agent."""
+    return EnvFailure("timeout", "the agent has not ended before its deadline (run_timeout)")
+
+
+class _Session:
+    """What a run reads of its session, asked from the trainer's process."""
+
+    def __init__(self, key: str, url: str) -> None:
+        self.key, self.url, self.over = key, url, self
+
+    def is_set(self) -> bool:
+        return _ask()[0]
+
+    @property
+    def overflowed(self) -> bool:
+        return _ask()[1]
+
+    @property
+    def failure(self) -> Exception | None:
+        name, text = _ask()[2:]
+        return type(name, (Exception,), {})(text) if name else None
+
+
+_trainer: Connection
+_asking = threading.Lock()
+
+
+def _ask() -> tuple[bool, bool, str, str]:
+    with _asking:
+        _trainer.send_bytes(cloudpickle.dumps(("ask", None)))
+        return pickle.loads(_trainer.recv_bytes())
+
+
+def serve(connection: Connection) -> None:
+    """Make the env that is sent first, and do with it what is sent next, until an empty message ends it."""
+    global _trainer
+    _trainer = connection
+    make, env = connection.recv_bytes(), None
+    while work := connection.recv_bytes():
+        try:
+            env = env if env is not None else pickle.loads(make)()
+            answer = cloudpickle.dumps(("done", pickle.loads(work)(env)))
+        except BaseException as error:  # noqa: BLE001  the trainer's process raises it
+            answer = cloudpickle.dumps(("raised", _portable(error)))
+        connection.send_bytes(answer)
+    if env is not None:
+        env.close()
+
+
+def _portable(error: BaseException) -> tuple[Exception, str]:
+    """An error in a form that can be read elsewhere, and its traceback."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        return storable(pickle.loads(cloudpickle.dumps(error))), text
+    except Exception:  # noqa: BLE001  errors may have constructors of any kind
+        return RuntimeError(f"{type(error).__name__}: {error}"), text
+
+
+def storable(error: BaseException) -> Exception:
+    """The error, or one that a future can carry and that does not end the run, as that of an env that calls exit()."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,46 @@
+"""What makes the envs of a run, here or where it is sent."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+
+from molt_gym.agents import AgentEnv
+from molt_gym.registry import creators, make
+
+from .env_calls import num_tasks
+from .env_process import EnvProcess
+
+
+@dataclass(frozen=True)
+class EnvMaker:
+    """Makes envs of one id and keywords, in whichever process it is sent to.
+
+    own_process: whether each of them is to have a process of its own.
+    """
+
+    env_id: str
+    spec: EnvSpec
+    kwargs: dict[str, Any]
+    own_process: bool = False
+
+    def __call__(self) -> gym.Env:
+        """A new env."""
+        # In another process nothing may have registered it.
+        gym.registry.setdefault(self.spec.id, self.spec)
+        return make(self.spec, **self.kwargs)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether they are agents, with loops of their own."""
+        return creators(self.spec)[0] is AgentEnv
+
+    def num_tasks(self) -> int | None:
+        """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
+        if self.own_process:
+            with closing(EnvProcess(self)) as process:
+                return process.run(num_tasks)
+        with closing(self()) as env:
+            return num_tasks(env)
