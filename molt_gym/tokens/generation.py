@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "abort"]
 
 # A float32 `logit - logsumexp` may end one rounding step above 0; at logits of 1000 that is 6e-5.
@@ -53,14 +55,16 @@ class Generation:
     ids: sampled ids, the stop token included.
     logprobs: natural log of the probability each id was drawn with, under the sampling temperature.
     versions: the weight version that produced each id, at least 0.
-    experts: what the engine captured of the expert routing, handed through as it is.
+    routed_experts: [prompt + reply - 1, layers, top_k] whole numbers, or None: row p, counted from the start of the
+        prompt, tells the experts of position p in the computation after which id p + 1 was drawn; the last id was not
+        processed. -1 where nothing was computed, as the prefix was cached, and in layers without experts (0 on GPUs).
     """
 
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
-    experts: Any | None = None
+    routed_experts: np.ndarray | None = None
 
     def checked(self) -> "Generation":
         """Return a copy in plain Python numbers, with log-probabilities within rounding of 0 set to 0.
@@ -86,7 +90,7 @@ class Generation:
             raise ValueError(f"generation.finish_reason: {self.finish_reason!r}; give 'stop', 'length' or 'abort'")
         if max(logprobs, default=0.0) > 0.0:
             logprobs = [min(value, 0.0) for value in logprobs]
-        return Generation(ids, logprobs, versions, self.finish_reason, self.experts)
+        return Generation(ids, logprobs, versions, self.finish_reason, self.routed_experts)
 
 
 def _numbers(field: str, values: Iterable[Any], convert: Callable[[Any], _T]) -> list[_T]:

@@ -8,14 +8,14 @@ that equal runs can differ in the last bits; and on GPUs seeds are not used.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.tokens import Generation, Renderer
@@ -31,6 +31,8 @@ START_TIMEOUT = 900.0
 """Seconds until the engine is ready; large models are read from slow disks."""
 CALL_TIMEOUT = 120.0
 """Seconds for a call that transfers nothing; a pause waits for the step in progress."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configurations name the number of experts."""
 LAST_WORDS = 5.0
 """Seconds in which the engine may say why a transfer failed."""
 
@@ -48,38 +50,55 @@ class VllmEngine:
         max_sequences: most sequences in the batch.
         engine_args: further arguments of vLLM's AsyncEngineArgs; see `check_engine_args`.
         backend: how weights travel; without one, "ipc" on a GPU, where trainer and engine share it, else "gloo".
+        transfer_timeout: seconds for each part of an update, such as one bucket, after which the engine is given up.
+        routed_experts: whether replies tell which experts each position went to.
+        release_memory: whether `release` gives the GPU's memory back.
+        host: starts the engine's process.
+        cuda: whether the engine has GPUs; without it, whether this process does.
 
     Raises:
-        ConfigError: the model has layers that the trainer does not support, or a shorter context; or the engine is to
-            be spread over several GPUs and share one.
+        ConfigError: the model has layers that the trainer does not support, or a shorter context; the engine is to be
+            spread over several GPUs and share one; there are no experts, or there is no GPU whose memory to release.
     """
 
     def __init__(
         self, path: str | Path, renderer: Renderer, *, dtype: torch.dtype, max_context: int, max_sequences: int,
         engine_args: dict[str, Any] | None = None, backend: Backend | None = None,
+        transfer_timeout: float = TIMEOUT, routed_experts: bool = False, release_memory: bool = False,
+        host: Callable[[HostSpec], HostProcess] = HostProcess,
+        cuda: bool | None = None,
     ) -> None:
         config = AutoConfig.from_pretrained(path)
         check_architecture(config, max_context)
-        cuda = torch.cuda.is_available()
+        cuda = torch.cuda.is_available() if cuda is None else cuda
         backend = backend or ("ipc" if cuda else "gloo")
         self._dtype, self._vocabulary = dtype, config.get_text_config().vocab_size
         self.max_context, self.version = max_context, 0
-        self._device = torch.device("cuda" if cuda and backend != "gloo" else "cpu")
+        self._device = torch.device("cuda" if cuda and backend in ("ipc", "nccl") else "cpu")
+        self._transfer_timeout = transfer_timeout
         self._spec = HostSpec(
             str(path), str(dtype).removeprefix("torch."), max_context, max_sequences, tuple(renderer.stop_token_ids),
-            backend, not cuda, engine_args or {})
-        if backend == "ipc" and self._spec.workers > 1:
+            backend, not cuda, engine_args or {}, routed_experts=routed_experts, release_memory=release_memory)
+        _check_options(self._spec, config)
+        local = host is HostProcess
+        if backend == "ipc" and self._spec.workers > 1 and local:
             raise ConfigError(f"rollout.engine_args: {self._spec.workers} GPUs for an engine that shares the trainer's "
                               "one; leave tensor_parallel_size and pipeline_parallel_size out")
-        self._host = HostProcess(self._spec)
-        if backend == "ipc":
+        self._host = host(self._spec)
+        if backend == "ipc" and local:
             # vLLM measures the GPU's free memory while it starts, and must be alone with it.
-            self._wait()
+            self.wait()
         self._sender: Sender | None = None
-        self._paused = False
+        self._paused = self._forgotten = False
+        self._asleep: list[Literal["weights", "kv_cache"]] = []
         self._clock = BusyClock()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the engine has started.
+
+        Raises:
+            RunFailed: it did not.
+        """
         try:
             self._host.ready.result(START_TIMEOUT)
         except BaseException as error:
@@ -122,11 +141,38 @@ class VllmEngine:
         self._clock.pause()
 
     async def resume(self) -> None:
-        """Go on; an engine that has ended stays so."""
+        """Go on; an engine that has ended stays so.
+
+        Raises:
+            RuntimeError: `release` forgot the weights, and none came.
+        """
         if self._host.ended is None:
+            if self._forgotten:
+                raise RuntimeError("resume needs weights after release(); call update_weights()")
+            await self._wake("weights", "kv_cache")
             await self._call("resume")
             self._paused = False
             self._clock.resume()
+
+    async def release(self, *, keep_weights: bool = False) -> None:
+        """Give the GPU's memory back, while paused, if `release_memory` was asked for.
+
+        `update_weights` takes back that of the weights, and `resume` that of the cache. keep_weights: in the CPU's
+        memory; otherwise new ones must come before `resume`.
+
+        Raises:
+            RuntimeError: the engine runs.
+        """
+        if not self._paused:
+            raise RuntimeError("release needs a paused engine; call pause() first")
+        if self._spec.release_memory and not self._asleep:
+            await self._call("sleep", 1 if keep_weights else 2)
+            self._asleep, self._forgotten = ["weights", "kv_cache"], not keep_weights
+
+    async def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        for part in [part for part in self._asleep if part in parts]:
+            await self._call("wake", part)
+            self._asleep.remove(part)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Send new weights, bucket by bucket, while paused. After an error the engine has ended.
@@ -151,9 +197,8 @@ class VllmEngine:
 
     async def begin_update(self) -> None:
         """The first part of `update_weights`, for who sends to several engines. After an error in one, close it."""
-        if self._sender is None:
-            self._sender = await self._connected()
-        await self._call("start_update")
+        await self._wake("weights")
+        await self._call("start_update", timeout=self._transfer_timeout)
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
         """What `take` takes; engines of the same dtype on the same device may share it."""
@@ -162,19 +207,26 @@ class VllmEngine:
     async def take(self, bucket: Bucket) -> None:
         """Send one bucket."""
         if self._sender is None:
-            raise RuntimeError("take needs begin_update() before it")
+            self._sender = await self._connected(bucket)
         sender = self._sender
-        taken = self._call("receive", sender.announcement(bucket), timeout=TIMEOUT.total_seconds())
+        announcement = await asyncio.to_thread(sender.announcement, bucket)
+        taken = self._call("receive", announcement, timeout=self._transfer_timeout)
         await _both(taken, asyncio.to_thread(sender.send, bucket))
+        sender.discard()
 
     async def end_update(self, version: int) -> None:
         """Put the new weights to use."""
-        await self._call("finish_update", version)
-        self.version = version
+        await self._call("finish_update", version, timeout=self._transfer_timeout)
+        self.version, self._forgotten = version, False
 
-    async def _connected(self) -> Sender:
-        sender = await asyncio.to_thread(Sender, self._spec.backend, self._device, self._spec.workers)
-        joining = self._call("connect", sender.invitation(), timeout=TIMEOUT.total_seconds())
+    def _make_sender(self, bucket: Bucket) -> Sender:
+        """What sends this bucket and those after it."""
+        return Sender(self._spec.backend, self._device, self._spec.workers, timeout=self._transfer_timeout)
+
+    async def _connected(self, bucket: Bucket) -> Sender:
+        sender = await asyncio.to_thread(self._make_sender, bucket)
+        invitation = await asyncio.to_thread(sender.invitation)
+        joining = self._call("connect", invitation, timeout=self._transfer_timeout)
         await _both(joining, asyncio.to_thread(sender.join))
         return sender
 
@@ -208,6 +260,16 @@ class VllmEngine:
         except TimeoutError:
             raise RunFailed(f"the vLLM engine did not answer within {timeout:g} s ({name}); its log: "
                             f"{self._host.log}") from None
+
+
+def _check_options(spec: HostSpec, config: PreTrainedConfig) -> None:
+    text = config.get_text_config()
+    if spec.routed_experts and not any(getattr(text, name, None) for name in EXPERTS):
+        raise ConfigError(f"rollout.routed_experts: true for a model without experts ({config.model_type}); write "
+                          "false, or choose a mixture-of-experts model")
+    if spec.release_memory and spec.cpu:
+        raise ConfigError("rollout.release_memory: true without a GPU, where there is no memory to hand over; write "
+                          "false")
 
 
 async def _both(call: Any, work: Any) -> None:

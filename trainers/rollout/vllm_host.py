@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from inspect import signature
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -59,16 +60,24 @@ class VllmHost:
         self._numbers = itertools.count()
         self._version = 0
         self._starts: dict[str, list[tuple[int, int]]] = {}
+        self._records = spec.routed_experts and spec.cpu
+
+    async def start(self) -> None:
+        """Make the workers ready; once, before anything else."""
+        if self._records:
+            await self._llm.collective_rpc("record_routed_experts")
 
     async def generate(self, ids: list[int], sampling: Sampling) -> Generation:
         """Sample one reply; cancelling the call takes the request out of the engine."""
         name = f"reply-{next(self._numbers)}"
         starts = self._starts[name] = [(self._version, 0)]
         try:
-            async for answer in self._llm.generate(tokens_input(ids), self._parameters(sampling), name):
+            async for answer in self._llm.generate(tokens_input(ids), self._parameters(sampling), name, priority=0):
                 output = answer.outputs[0]
         finally:
             del self._starts[name]
+            # Also of a request that was cancelled, which nobody waits for.
+            taking = asyncio.ensure_future(self._take_routed_experts(name)) if self._records else None
         if self._spans:
             starts = [(0 if span.version == "default" else int(span.version), span.start)
                       for span in output.weight_versions or ()] or starts
@@ -77,7 +86,17 @@ class VllmHost:
         ends = [start for _, start in starts[1:]] + [len(sampled)]
         versions = [version for (version, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
         reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
-        return Generation(sampled, logprobs, versions, reason)
+        routed = output.routed_experts if taking is None else await taking
+        if routed is not None:
+            # The last id was not processed, unless it was before it was known to be the last.
+            routed = routed[: len(ids) + len(sampled) - 1].astype(np.int16)
+        return Generation(sampled, logprobs, versions, reason, routed)
+
+    async def _take_routed_experts(self, name: str) -> np.ndarray | None:
+        # Of several workers each knows its own layers.
+        parts = await self._llm.collective_rpc("take_routed_experts", args=(name,))
+        arrays = [np.frombuffer(data, np.int16).reshape(shape) for data, shape in filter(None, parts)]
+        return np.maximum.reduce(arrays) if arrays else None
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
         # A generator of its own for each request is slow on GPUs, where replies depend on the batch anyway.
@@ -92,10 +111,11 @@ class VllmHost:
             output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def score(self, ids: list[int]) -> list[float]:
-        """Log-probability of each id but the first after those before it, at temperature 1."""
+        """Log-probability of each id but the first after those before it, at temperature 1; before any reply."""
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
                                     output_kind=RequestOutputKind.FINAL_ONLY)
-        async for answer in self._llm.generate(tokens_input(ids), parameters, f"score-{next(self._numbers)}"):
+        name = f"score-{next(self._numbers)}"
+        async for answer in self._llm.generate(tokens_input(ids), parameters, name, priority=-1):
             entries = answer.prompt_logprobs
         return [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)]
 
@@ -110,6 +130,14 @@ class VllmHost:
     async def resume(self) -> None:
         """Go on."""
         await self._llm.resume_generation()
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Give the GPU's memory back, while paused: 1 keeps the weights in the CPU's memory, 2 forgets them."""
+        await self._llm.sleep(level, mode="keep")
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take memory again; with the last part vLLM goes on by itself."""
+        await self._llm.wake_up([part])
 
     async def start_update(self) -> None:
         """Make the model ready for new weights, while paused."""
@@ -163,6 +191,7 @@ class _Server:
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         try:
             host = VllmHost(spec)
+            await host.start()
         except Exception:  # noqa: BLE001  it is in the log
             _give_up()
         self._answer(0, True, os.getpid())

@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 from molt_gym.errors import ConfigError
 
-Backend = Literal["gloo", "ipc", "nccl"]
+Backend = Literal["gloo", "ipc", "nccl", "file"]
 
 TRANSFER = "molt-gym"
 """Name under which the workers register how they receive weights."""
 SHARED_GPU = 0.45
 """Share of a GPU's memory that an engine takes beside the trainer, unless told otherwise."""
+LENT_GPU = 0.8
+"""The same where each gives its memory back while the other works."""
 INSTALL = "pip install 'molt-gym[vllm]', or on a machine without a GPU: pip install --no-deps -r cpu-engines.lock"
 
 
@@ -32,7 +34,8 @@ class HostSpec:
     model: folder of model and tokenizer. dtype: of weights and cache. max_context: tokens of prompt and reply.
     max_sequences: most sequences in the batch. stop_token_ids: end every reply. backend: how weights arrive. cpu:
     whether it runs on the processor. engine_args: further arguments of vLLM's AsyncEngineArgs. spans: whether to take
-    versions from the outputs, where vLLM writes them there.
+    versions from the outputs, where vLLM writes them there. routed_experts: whether to tell which experts each position
+    went to. release_memory: whether it can sleep.
     """
 
     model: str
@@ -44,17 +47,28 @@ class HostSpec:
     cpu: bool
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     spans: bool = True
+    routed_experts: bool = False
+    release_memory: bool = False
 
     @property
     def workers(self) -> int:
         """Processes over which the model is spread."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        return math.prod(int(self.engine_args.get(name, 1)) for name in sizes)
+        return engine_workers(self.engine_args)
+
+
+def engine_workers(engine_args: Mapping[str, Any]) -> int:
+    """Processes, and GPUs if it has any, over which an engine with these arguments spreads the model."""
+    return math.prod(int(engine_args.get(name, 1)) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
 
 
 def engine_arguments(spec: HostSpec) -> dict[str, Any]:
     """Keyword arguments for AsyncEngineArgs."""
-    defaults: dict[str, Any] = {"gpu_memory_utilization": SHARED_GPU} if spec.backend == "ipc" else {}
+    share = LENT_GPU if spec.release_memory else SHARED_GPU
+    defaults: dict[str, Any] = {"gpu_memory_utilization": share} if spec.backend == "ipc" else {}
+    if spec.release_memory:
+        defaults["enable_sleep_mode"] = True
+    if spec.routed_experts and not spec.cpu:
+        defaults["enable_return_routed_experts"] = True
     if spec.cpu:
         # Prompts are never cut into chunks, which would end the engine: vLLM cannot take back a draw of a seeded CPU
         # generator. A single worker runs within vLLM's process, as two that hand over every step cost more.
@@ -64,6 +78,7 @@ def engine_arguments(spec: HostSpec) -> dict[str, Any]:
     return defaults | dict(spec.engine_args) | {
         "model": spec.model, "dtype": spec.dtype, "max_model_len": spec.max_context, "max_num_seqs": spec.max_sequences,
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "seed": 0,
+        "scheduling_policy": "priority",
         "weight_transfer_config": {"backend": TRANSFER},
         "worker_extension_cls": f"{__package__}.vllm_worker.WorkerExtension"}
 

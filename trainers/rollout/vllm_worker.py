@@ -5,11 +5,14 @@ the model is new, in the layout that the kernels want, or the update has failed.
 """
 
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,8 +23,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .vllm_lifetime import end_with_parent
+from .vllm_routing import RoutingRecorder
 from .vllm_spec import TRANSFER, Backend
-from .vllm_transfer import TIMEOUT, broadcast, join, unpack
+from .vllm_transfer import GROUPS, broadcast, device_id, join, unpack
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Invitation(WeightTransferInitInfo):
     port: int
     ranks: int
     first_rank: int
+    timeout: float
 
 
 @dataclass
@@ -41,7 +46,8 @@ class Announcement(WeightTransferUpdateInfo):
 
     names: list[str]
     shapes: list[list[int]]
-    handle: bytes | None
+    handles: dict[str, bytes] | None
+    file: str | None
 
 
 class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
@@ -53,10 +59,11 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
 
     def init_transfer_engine(self, init_info: Invitation) -> None:
         """Join the trainer's group."""
-        if init_info.backend != "ipc":
-            store = dist.TCPStore(init_info.address, init_info.port, is_master=False, timeout=TIMEOUT)
+        if init_info.backend in GROUPS:
+            timeout = timedelta(seconds=init_info.timeout)
+            store = dist.TCPStore(init_info.address, init_info.port, is_master=False, timeout=timeout)
             rank = init_info.first_rank + self.parallel_config.rank
-            self._group = join(init_info.backend, store, init_info.address, rank, init_info.ranks)
+            self._group = join(init_info.backend, store, init_info.address, rank, init_info.ranks, init_info.timeout)
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded anew."""
@@ -79,19 +86,26 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
         Raises:
             ValueError: a name or a shape that the model does not have.
         """
-        flat = self._flat(update_info)
-        loaded = self.model.load_weights(unpack(flat, update_info.names, update_info.shapes))
+        loaded = self.model.load_weights(self._parameters(update_info))
         if loaded is not None:
             self._expected -= set(loaded)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _parameters(self, update_info: Announcement) -> Iterable[tuple[str, torch.Tensor]]:
+        if update_info.file is not None:
+            return load_file(update_info.file, device=str(self.device)).items()
+        return unpack(self._flat(update_info), update_info.names, update_info.shapes)
+
     def _flat(self, update_info: Announcement) -> torch.Tensor:
         # A buffer of its own for each bucket: vLLM keeps what it was given until a layer is whole.
-        if update_info.handle is not None:
+        if update_info.handles is not None:
             from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-            arguments = list(pickle.loads(update_info.handle))
+            handle = update_info.handles.get(device_id(self.device))
+            if handle is None:
+                raise ValueError(f"no weights on the engine's device {self.device}; the actor has other ones")
+            arguments = list(pickle.loads(handle))
             arguments[6] = self.device.index
             return rebuild_cuda_tensor(*arguments).clone()
         size = sum(torch.Size(shape).numel() for shape in update_info.shapes)
@@ -125,7 +139,15 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
 
 
 class WorkerExtension:
-    """Adds nothing to the worker; naming it is what makes vLLM import this module there."""
+    """What vLLM adds to the worker; naming it is also what makes vLLM import this module there."""
+
+    def record_routed_experts(self) -> None:
+        """From now on; on CPUs only."""
+        self._recorder = RoutingRecorder(self.model_runner)
+
+    def take_routed_experts(self, name: str) -> tuple[bytes, list[int]] | None:
+        """See `RoutingRecorder.take`."""
+        return self._recorder.take(name)
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransfer)

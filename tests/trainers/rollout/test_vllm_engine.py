@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -397,12 +396,12 @@ async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(make):
     await until(lambda: not alive(engine._host.pid), 5)
 
 
-async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, play, monkeypatch):
-    engine = make()
+@pytest.mark.parametrize("method", ["start_update", "receive"])
+async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, play, monkeypatch, method):
+    engine = make(transfer_timeout=10.0)
     await update(engine, load(), 1)
     core, = (number for number, words in alive(engine._host.pid).items() if "EngineCore" in words)
     monkeypatch.setattr(vllm_engine, "CALL_TIMEOUT", 0.5)
-    monkeypatch.setattr(vllm_engine, "TIMEOUT", timedelta(seconds=1))
     os.kill(core, signal.SIGSTOP)
     with pytest.raises(RunFailed, match=r"did not answer within 0.5 s \(pause\)"):
         await engine.pause()
@@ -412,19 +411,20 @@ async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, pla
     await play(engine, PROMPTS)
     await engine.pause()
 
-    monkeypatch.setattr(HostProcess, "call", stalls_at("receive", HostProcess.call, core))
+    monkeypatch.setattr(HostProcess, "call", stalls_at(method, HostProcess.call))
     started = time.monotonic()
-    with pytest.raises(RunFailed, match=r"did not answer within 1 s \(receive\)"):
+    with pytest.raises(RunFailed, match=rf"did not answer within 10 s \({method}\)"):
         await engine.update_weights(load().named_parameters(), 2)
-    assert time.monotonic() - started < 5
+    assert 10 <= time.monotonic() - started < WAIT
     await until(lambda: not alive(engine._host.pid), 5)
     await asyncio.wait_for(engine.close(), 5)
 
 
-def stalls_at(method: str, call: Callable, process: int) -> Callable:
+def stalls_at(method: str, call: Callable) -> Callable:
+    """As a machine that is frozen: all processes of the engine stop."""
     def stalling(host, name, *arguments):
         if name == method:
-            os.kill(process, signal.SIGSTOP)
+            os.killpg(host.pid, signal.SIGSTOP)
         return call(host, name, *arguments)
 
     return stalling

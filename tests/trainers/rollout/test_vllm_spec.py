@@ -1,19 +1,24 @@
+import ast
 import importlib.util
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
+from molt_gym.trainers.rollout import vllm_spec
+from molt_gym.trainers.rollout.vllm_engine import VllmEngine
 from molt_gym.trainers.rollout.vllm_spec import HostSpec, check_engine_args, engine_arguments, environment
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def spec(path, **options) -> HostSpec:
-    return HostSpec(str(path), "float32", 256, 8, (2,), "gloo", **{"cpu": True, **options})
+    return HostSpec(str(path), "float32", 256, 8, (2,), **{"backend": "gloo", "cpu": True, **options})
 
 
 @installed
@@ -39,6 +44,42 @@ def test_what_decides_over_tokens_cannot_be_overridden(tiny_path):
     arguments = engine_arguments(spec(tiny_path, engine_args=given))
     assert (arguments["generation_config"], arguments["logprobs_mode"]) == ("vllm", "processed_logprobs")
     assert (arguments["dtype"], arguments["block_size"], arguments["max_model_len"]) == ("float32", 64, 256)
+
+
+@installed
+def test_each_sampling_parameter_of_vllm_is_set_or_known_to_be_off_by_default():
+    off = {"watermarking", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs",
+           "stream_interval", "skip_clone", "output_text_buffer_length", "structured_outputs", "extra_args",
+           "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection", "routed_experts_prompt_start",
+           "trace_decode_token_ids"}
+    theirs = Path(importlib.util.find_spec("vllm").origin).with_name("sampling_params.py").read_text()
+    fields = {line.target.id for node in ast.walk(ast.parse(theirs))
+              if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+              for line in node.body if isinstance(line, ast.AnnAssign) and not line.target.id.startswith("_")}
+    ours = Path(vllm_spec.__file__).with_name("vllm_host.py").read_text()
+    given = max(({keyword.arg for keyword in node.keywords} for node in ast.walk(ast.parse(ours))
+                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "SamplingParams"), key=len)
+    assert given <= fields <= given | off
+
+
+def test_a_gpu_is_shared_at_the_same_time_or_in_turns(tiny_path):
+    together = engine_arguments(spec(tiny_path, cpu=False, backend="ipc"))
+    turns = engine_arguments(spec(tiny_path, cpu=False, backend="ipc", release_memory=True))
+    assert "enable_sleep_mode" not in together and turns["enable_sleep_mode"]
+    assert together["gpu_memory_utilization"] < 0.5 < turns["gpu_memory_utilization"]
+
+
+def test_vllm_itself_tells_routed_experts_on_gpus_alone(tiny_path):
+    assert engine_arguments(spec(tiny_path, cpu=False, routed_experts=True))["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in engine_arguments(spec(tiny_path, routed_experts=True))
+
+
+def test_what_a_model_or_a_machine_cannot_do_is_refused_before_an_engine_starts(tiny_path, renderer):
+    sizes = {"dtype": torch.float32, "max_context": 64, "max_sequences": 2, "cuda": False}
+    with pytest.raises(ConfigError, match=r"rollout.routed_experts: true for a model without experts \(qwen3\)"):
+        VllmEngine(tiny_path, renderer, routed_experts=True, **sizes)
+    with pytest.raises(ConfigError, match=r"rollout.release_memory: true without a GPU"):
+        VllmEngine(tiny_path, renderer, release_memory=True, **sizes)
 
 
 def test_a_cache_on_a_cpu_holds_all_sequences_and_on_a_gpu_is_left_to_vllm(tiny_path):

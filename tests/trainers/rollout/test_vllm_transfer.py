@@ -1,10 +1,13 @@
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
-from molt_gym.trainers.rollout.vllm_transfer import TIMEOUT, Sender, broadcast, buckets, join, unpack
+from molt_gym.trainers.rollout.vllm_transfer import Sender, broadcast, buckets, join, unpack
 
 CPU = torch.device("cpu")
 
@@ -46,9 +49,9 @@ def test_buckets_reach_all_workers():
 
     def work(rank: int) -> None:
         invitation = sender.invitation()
-        store = dist.TCPStore(invitation["address"], invitation["port"], is_master=False, timeout=TIMEOUT)
+        store = dist.TCPStore(invitation["address"], invitation["port"], is_master=False)
         group = join(invitation["backend"], store, invitation["address"], invitation["first_rank"] + rank,
-                     invitation["ranks"])
+                     invitation["ranks"], invitation["timeout"])
         received[rank] = torch.empty(5)
         broadcast(group, received[rank])
 
@@ -57,9 +60,33 @@ def test_buckets_reach_all_workers():
         thread.start()
     sender.join()
     bucket, = buckets([("a", torch.arange(5.0))], torch.float32, CPU)
-    assert sender.announcement(bucket) == {"names": ["a"], "shapes": [[5]], "handle": None}
+    assert sender.announcement(bucket) == {"names": ["a"], "shapes": [[5]], "handles": None, "file": None}
     sender.send(bucket)
     for thread in threads:
         thread.join(20)
     assert torch.equal(received[0], bucket.flat) and torch.equal(received[1], bucket.flat)
     sender.close()
+
+
+def test_a_bucket_as_a_file_holds_its_parameters_and_is_gone_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sender = Sender("file", CPU, 2)
+    sender.join()
+    for bucket in buckets(weights(), torch.bfloat16, CPU, 100):
+        file = Path(sender.announcement(bucket)["file"])
+        sender.send(bucket)
+        loaded = load_file(file)
+        assert set(loaded) == set(bucket.names)
+        for name, tensor in unpack(bucket.flat, bucket.names, bucket.shapes):
+            assert torch.equal(loaded[name], tensor)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+        sender.discard()
+        assert not file.exists()
+    sender.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_that_do_not_come_are_waited_for_until_the_deadline():
+    sender = Sender("gloo", CPU, 1, timeout=0.5)
+    with pytest.raises(RuntimeError, match="(?i)time"):
+        sender.join()
