@@ -48,6 +48,14 @@ class Actor(Protocol):
         """Write a folder that transformers loads: weights and configuration, no tokenizer."""
         ...
 
+    def offload(self) -> None:
+        """Leave the GPUs' memory to others. Until `onload` nothing but `close` may be called."""
+        ...
+
+    def onload(self) -> None:
+        """Come back."""
+        ...
+
     def close(self) -> None:
         """End the other ranks and free the memory. Idempotent."""
         ...

@@ -258,6 +258,23 @@ class FsdpActor:
             config.dtype = self._export_dtype
             config.save_pretrained(folder)
 
+    def offload(self) -> None:
+        """Leave the GPU, until `onload`: parameters and optimizer state go to the CPU's memory. On a CPU, nothing."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Come back to the GPU."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        if self._device.type == "cpu":
+            return
+        # FSDP gives gathered parameters back first, and each parameter stays the object that the optimizer knows.
+        self._policy.to(device)
+        for state in self._optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Nothing that the process does not own."""
 

@@ -93,6 +93,14 @@ class LocalActor:
         """Write a folder that transformers loads."""
         self._call("export", folder)
 
+    def offload(self) -> None:
+        """Leave the GPUs, until `onload`."""
+        self._call("offload")
+
+    def onload(self) -> None:
+        """Come back to the GPUs."""
+        self._call("onload")
+
     def close(self) -> None:
         """End all ranks."""
         atexit.unregister(self.close)

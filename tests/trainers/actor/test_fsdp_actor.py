@@ -46,6 +46,22 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: flo
                                    msg=lambda text, name=name: name + text)
 
 
+def test_an_actor_that_left_its_device_and_came_back_goes_on_as_if_it_had_not(
+    start: Start, spec: Build, random_rows: Rows, plain_training: Weights, weights_of: Weights,
+    model_path: Callable[..., Path],
+) -> None:
+    options = spec(model_path())
+    batches = [[random_rows(3, 4, seed=seed)] for seed in range(3)]
+    actor = start(options)
+    for windows in batches:
+        actor.train(windows)
+        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        actor.offload()
+        assert not held or torch.cuda.memory_allocated() < held / 10
+        actor.onload()
+    assert_same(weights_of(actor), plain_training(options.path, options.config, batches), 1e-6)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("max_grad_norm", [1e9, 0.05])
 def test_updates_equal_plain_adamw_on_separate_rows(
