@@ -1,0 +1,75 @@
+"""Which part gets which place, and when there is none; on a real Ray where that matters."""
+
+import pytest
+
+from molt_gym.errors import ConfigError
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.placement.ray_cluster import Parts, RayCluster, choose, plan
+
+
+def parts(ranks=2, engines=2, workers=1, runners=1, device="CPU") -> Parts:
+    return Parts(ranks, engines, workers, runners, device)
+
+
+def test_apart_each_part_has_a_bundle_of_its_own():
+    found = plan(parts(device="GPU", workers=4), "disaggregate")
+    assert found.bundles == [{"GPU": 1, "CPU": 1}] * 2 + [{"GPU": 4, "CPU": 1}] * 2 + [{"CPU": 1}]
+    assert (found.ranks, found.engines, found.runners) == ([0, 1], [[2], [3]], [4])
+
+
+def test_together_on_gpus_an_engine_is_on_the_ranks_gpus_and_runners_are_beside_them():
+    found = plan(parts(ranks=4, engines=2, workers=2, device="GPU"), "colocate")
+    assert found.bundles == [{"GPU": 1, "CPU": 2}] * 4 + [{"CPU": 1}]
+    assert (found.ranks, found.engines, found.runners) == ([0, 1, 2, 3], [[0, 1], [2, 3]], [4])
+
+
+def test_together_on_cpus_all_take_turns():
+    found = plan(parts(ranks=1, engines=2, runners=3), "colocate")
+    assert found.bundles == [{"CPU": 1}] * 3
+    assert (found.ranks, found.engines, found.runners) == ([0], [[0], [1]], [0, 1, 2])
+
+
+def test_auto_is_apart_where_that_fits_and_else_together():
+    assert choose(parts(), "auto", [{"CPU": 5}]).layout == "disaggregate"
+    assert choose(parts(), "auto", [{"CPU": 2}, {"CPU": 2}]).layout == "colocate"
+    assert choose(parts(), "colocate", [{"CPU": 64}]).layout == "colocate"
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic():
+    with pytest.raises(ConfigError, match="ray.layout") as refused:
+        choose(parts(ranks=4, engines=2, workers=2, runners=3, device="GPU"), "auto", [{"GPU": 2, "CPU": 64}])
+    assert "4 actor.world_size × 1 + 2 rollout.engines × 2 = 8 GPU; the cluster has 2" in str(refused.value)
+    assert "4 places (actor.world_size 4, rollout.engines 2, rollout.runners 3, 2 GPUs an engine) = 4 GPU" in str(
+        refused.value)
+
+
+def test_an_engine_that_is_larger_than_any_node_is_refused():
+    with pytest.raises(ConfigError, match="no node has 4 GPU and 1 CPU for one part"):
+        choose(parts(workers=4, device="GPU"), "disaggregate", [{"GPU": 2, "CPU": 8}] * 8)
+
+
+def test_without_ranks_there_is_no_place_for_them():
+    assert choose(parts(ranks=0, engines=1), "auto", [{"CPU": 2}]).bundles == [{"CPU": 1}] * 2
+    with pytest.raises(ConfigError, match="disaggregate: 1 rollout.engines × 1 [+] 1 rollout.runners × 1 = 2 CPU"):
+        choose(parts(ranks=0, engines=1), "disaggregate", [{"CPU": 1}])
+
+
+def config(**given):
+    return load_config("X-v0", overrides={"placement": "ray", "rollout.engine": "vllm"} | given)
+
+
+def test_a_cluster_that_runs_is_joined_and_left_running(cluster):
+    ray = pytest.importorskip("ray")
+    said = []
+    first = RayCluster(config(**{"rollout.engines": 2}), 2, said.append)
+    assert said == ["disaggregate: 2 ranks, 2 engines and 1 runners on 1 nodes, 5 places of 5 × 1 CPU"]
+    assert ray.available_resources()["CPU"] == 3
+    with pytest.raises(ConfigError, match="ray.start_timeout"):
+        RayCluster(config(**{"rollout.engines": 2, "ray.start_timeout": 1, "ray.layout": "disaggregate"}), 2)
+    first.close()
+    assert ray.is_initialized()
+    placed = RayCluster(config(**{"rollout.engines": 2, "ray.start_timeout": 60}), 2)
+    options, devices = placed.engine_options(1)
+    assert devices is None and options["scheduling_strategy"].placement_group_bundle_index == 3
+    assert [options["num_cpus"] for options in placed.rank_options()] == [1, 1]
+    placed.close()
