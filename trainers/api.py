@@ -1,27 +1,25 @@
 """`train`, `evaluate` and `rollout`: what `molt_gym` offers under the same names."""
 
-import asyncio
-import gc
 import os
-import signal
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import current_thread, main_thread
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from molt_gym.errors import ConfigError
 from molt_gym.policy import Policy, PolicyFunction, as_policy
-from molt_gym.threads import call_in_thread
 from molt_gym.tokens import Trajectory
 
+from .actor.actor import Actor
 from .atomic import atomic_path
+from .checkpoint import best_checkpoint
 from .config import Config, load_config
 from .evaluate import EvalResult
+from .interrupts import run
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
 from .progress import Progress, make_progress
@@ -29,17 +27,20 @@ from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
 from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
 
-T = TypeVar("T")
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where a run left its files, its metrics (one dict a line of metrics.jsonl), and its last checkpoint."""
+    """Where a run left its files, its metrics (one dict a line of metrics.jsonl), and its last checkpoint.
+
+    best: the checkpoint with the highest held-out score, if one was evaluated.
+    """
 
     run_dir: Path
     metrics: list[dict[str, Any]]
     checkpoint: Path
+    best: Path | None
 
 
 def train(
@@ -93,25 +94,24 @@ async def _train(
         stack.callback(_draw, run_dir, progress)
         sampler = Sampler(model.path, config, _Counter(progress, config.rollouts_per_step))
         stack.push_async_callback(sampler.engine.close)
-        actor = LocalActor(ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
-        stack.callback(actor.close)
+        actor = partial(LocalActor, ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
         runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
         stack.push_async_callback(runner.aclose)
         pool = Pool(runner, tasks, plan, seed=config.seed)
         stack.push_async_callback(pool.close)
         loop = Loop(config, sampler, actor, pool, run_dir, progress)
-        resumed = resume and loop.restore()
-        # What is loaded by now stays; looking through it again and again for garbage would stall everyone by 0.1 s.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.push_async_callback(loop.close)
+        resumed = await loop.start(resume=resume)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
-        checkpoint = await loop.run()
-        with atomic_path(run_dir.model_path) as folder:
-            actor.export(folder)
-            AutoTokenizer.from_pretrained(model.path).save_pretrained(folder)
-        progress.finish(_summary(run_dir))
-    return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint)
+        checkpoint = await loop.run(partial(_export, model.path, run_dir.model_path))
+        progress.finish(_summary(run_dir, len(loop.losses)))
+    return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint, best_checkpoint(run_dir.checkpoints_path))
+
+
+def _export(source: Path, path: Path, actor: Actor) -> None:
+    with atomic_path(path) as folder:
+        actor.export(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def evaluate(
@@ -210,7 +210,7 @@ def _load(
     return load_config(env, model=name, file=config, preset=preset, overrides=overrides)
 
 
-def _summary(run_dir: RunDir) -> dict[str, Any]:
+def _summary(run_dir: RunDir, actor_restarts: int) -> dict[str, Any]:
     """What a user wants to know at the end."""
     metrics = run_dir.read_metrics()
     steps = [line for line in metrics if "perf/step_over_parts" in line]
@@ -223,6 +223,10 @@ def _summary(run_dir: RunDir) -> dict[str, Any]:
         total = sum(line["time/step"] for line in steps)
         summary["training"] = (f"{len(steps)} steps in {total:.0f} s, {total / alone:.2f} × (generation + training "
                                "alone)")
+    if actor_restarts:
+        summary["actor restarts"] = actor_restarts
+    if best := best_checkpoint(run_dir.checkpoints_path):
+        summary["best checkpoint"] = best
     return summary | {"model": run_dir.model_path, "run": run_dir.path}
 
 
@@ -249,50 +253,3 @@ def _draw(run_dir: RunDir, progress: Progress) -> None:
         draw(run_dir.path)
     except (ValueError, OSError) as error:
         progress.message(f"no curve.png: {error}")
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run on an event loop of its own, in a thread of its own where one is running already, as in a notebook.
-
-    Ctrl-C cancels the work and raises KeyboardInterrupt when it has ended; SIGTERM does so with SystemExit(143).
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(_terminable(work))
-    task: Future[asyncio.Task[T]] = Future()
-
-    async def main() -> T:
-        task.set_result(asyncio.ensure_future(work))
-        return await task.result()
-
-    result = call_in_thread(lambda: asyncio.run(main()), "molt-gym-loop")
-    try:
-        return result.result()
-    except KeyboardInterrupt:
-        running = task.result()
-        running.get_loop().call_soon_threadsafe(running.cancel)
-        with suppress(asyncio.CancelledError):
-            result.result()
-        raise
-
-
-async def _terminable(work: Coroutine[Any, Any, T]) -> T:
-    loop, task, terminated = asyncio.get_running_loop(), asyncio.ensure_future(work), asyncio.Event()
-
-    def terminate() -> None:
-        terminated.set()
-        task.cancel()
-
-    ours = current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        loop.add_signal_handler(signal.SIGTERM, terminate)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if terminated.is_set():
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
-    finally:
-        if ours:
-            loop.remove_signal_handler(signal.SIGTERM)

@@ -1,12 +1,14 @@
 """Evaluation: held-out tasks, each tried k times with frozen weights.
 
 Invariants: the tasks depend on the env and the seed alone; a failed rollout is counted by reason and is no score of 0;
-pass@k is the unbiased estimator over the attempts that ended.
+pass@k is the unbiased estimator over the attempts that ended; in a run, the weights do not change before it is over.
 """
 
+import asyncio
 import inspect
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from statistics import fmean
@@ -18,8 +20,12 @@ from molt_gym.errors import RunFailed
 from molt_gym.registry import creators
 from molt_gym.tokens import Trajectory
 
+from .checkpoint import mark_best
+from .config import Config
+from .progress import Progress
 from .rollout.pool import Plan, Pool, TaskStream
 from .rollout.runner import Runner
+from .run_dir import RunDir
 from .step_metrics import passes, sampled_tokens
 
 HELD_OUT = {"split": "test"}
@@ -104,3 +110,81 @@ def held_out_kwargs(spec: EnvSpec) -> dict[str, Any]:
     return dict(HELD_OUT) if callable(made_by) and "split" in inspect.signature(made_by).parameters else {}
 
 
+class Evaluations:
+    """Those of a run, one at a time: when they are due, what became of them, and which checkpoint is the best so far.
+
+    Args:
+        evaluate: plays with the weights in use, `alone` or while others do.
+    """
+
+    def __init__(
+        self, config: Config, evaluate: Callable[..., Awaitable[EvalResult]], run_dir: RunDir, progress: Progress
+    ) -> None:
+        self._config, self._evaluate, self._run_dir, self._progress = config, evaluate, run_dir, progress
+        self._running: asyncio.Task[None] | None = None
+        rollout = config.rollout
+        # Plain transformers play in waves, which others would join. Memory that was handed over cannot be played with.
+        self.concurrent = rollout.engine == "vllm" and config.eval.concurrent and not rollout.release_memory
+        """Whether training goes on meanwhile, up to the next change of the weights."""
+
+    def due(self, step: int, *, last: bool) -> str | None:
+        """What the evaluation after `step` is called, if there is to be one and has not been."""
+        options = self._config.eval
+        if last:
+            due, when = options.after, "after"
+        elif step:
+            due, when = options.every and step % options.every == 0, f"step {step}"
+        else:
+            due, when = options.before, "before"
+        # A run that was resumed at this step may have done so before.
+        return when if due and step not in self._scores() else None
+
+    def begin(self, step: int, when: str) -> None:
+        """Start one; `finish` waits for its end."""
+        self._running = asyncio.create_task(self._run(step, when))
+
+    async def finish(self) -> None:
+        """Wait for the one that runs, if one does.
+
+        Raises:
+            RunFailed: not one of its rollouts ended.
+            asyncio.CancelledError: it was cancelled.
+        """
+        if self._running is not None:
+            try:
+                await self._running
+            finally:
+                self._running = None
+
+    async def cancel(self) -> None:
+        """End the one that runs without a result."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+            self._running = None
+
+    def mark_best(self) -> None:
+        """See `checkpoint.mark_best`."""
+        try:
+            mark_best(self._run_dir.checkpoints_path, self._scores())
+        except OSError as error:
+            self._progress.message(f"the best checkpoint is not marked: {error}")
+
+    async def _run(self, step: int, when: str) -> None:
+        started = time.perf_counter()
+        result = await self._evaluate(alone=not (self.concurrent or self._config.rollout.max_staleness))
+        self._progress.evaluation(result.env, when, result.metrics())
+        values = {f"eval/{result.env}/{name}": value for name, value in result.metrics().items()}
+        self._run_dir.append_metrics({"step": step, "eval/when": when, **values,
+                                      "time/eval": time.perf_counter() - started})
+        self.mark_best()
+
+    def _scores(self) -> dict[int, tuple[float, float]]:
+        """By step, what tells which weights are better: pass@1, then the reward."""
+        return {line["step"]: _score(self._config.env, line)
+                for line in self._run_dir.read_metrics() if "eval/when" in line}
+
+
+def _score(env: str, line: Mapping[str, Any]) -> tuple[float, float]:
+    reward = line[f"eval/{env}/reward_mean"]
+    return line.get(f"eval/{env}/pass_at_1", reward), reward

@@ -1,111 +1,168 @@
 """The training loop: pool → batch → advantages → actor → weights to the engine.
 
 Written against `RolloutEngine` and `Actor`, wherever they run. Invariants: a step's metrics line is on disk before its
-checkpoint is; a checkpoint holds the state after whole steps only; on-policy, nothing is in flight when the weights
-change; whatever ends the run early, the newest state is saved or the reason why not is said.
+checkpoint is; a checkpoint holds the state after whole steps only; what is evaluated is saved; on-policy, nothing is in
+flight when the weights change; an actor that was lost is replaced by one that goes on from the newest checkpoint, as if
+the run had been resumed; whatever ends the run early, the newest state is saved or the reason why not is said.
 """
 
 import asyncio
+import gc
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from molt_gym.errors import RunFailed
-from molt_gym.tokens import Trajectory
 
-from .actor.actor import Actor
+from .actor.actor import Actor, ActorLost
 from .batch import usable, windows
 from .checkpoint import load_state, newest_checkpoint, save_checkpoint
 from .config import Config
+from .evaluate import Evaluations
+from .failures import check_failures
 from .progress import Progress
 from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
-from .step_metrics import engine_metrics, rollout_metrics, sampled_tokens
+from .step_metrics import engine_metrics, rates, rollout_metrics
+from .watchdog import Watchdog
+
+T = TypeVar("T")
 
 
 @dataclass
 class Loop:
-    """One run's parts, and `step`, the number of whole steps behind it."""
+    """One run's parts, and `step`, the number of whole steps behind it. `start` it, `run` it, `close` it."""
 
     config: Config
     sampler: Sampler
-    actor: Actor
+    make_actor: Callable[[], Actor]
+    """Called in a thread."""
     pool: Pool
     run_dir: RunDir
     progress: Progress
     step: int = 0
-    best: float | None = None
     exhausted: bool = False
-    _warned: bool = False
+    actor: Actor | None = None
+    losses: list[str] = field(default_factory=list)
+    """Why each actor that was lost was."""
     whole: bool = True
     """Whether weights, step and metrics file agree, so that they can be saved."""
+    _checkpoint: Path | None = None
+    """That of `step`, if there is one."""
+    _stopping: bool = False
+    _warned: bool = False
+
+    def __post_init__(self) -> None:
+        self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
+        self.watchdog = Watchdog(self.config.failures.watchdog, self.sampler.pending, self.progress.message)
 
     @property
     def engine(self) -> RolloutEngine:
         """What samples."""
         return self.sampler.engine
 
-    def restore(self) -> bool:
-        """Go on from the newest whole checkpoint of the run folder; without one, forget what the run had begun."""
-        path = newest_checkpoint(self.run_dir.checkpoints_path)
-        if path is None:
-            self.run_dir.cut_metrics(-1)
-            self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
-            return False
-        state = load_state(path)
-        self.actor.load(path / "actor")
-        self.pool.load_state(state["pool"])
-        self.step, self.best = state["step"], state["best"]
-        self.run_dir.cut_metrics(self.step)
-        return True
+    async def start(self, *, resume: bool) -> bool:
+        """Make the actor and go on from the newest whole checkpoint; without one, forget what the run had begun.
 
-    async def run(self) -> Path:
-        """All steps that are left, with evaluations and checkpoints; returns the last one.
+        Returns whether there was one.
+        """
+        await self._to_the_end(asyncio.to_thread(self._make_actor))
+        if not resume:
+            return False
+        with self.watchdog.doing("loading a checkpoint"):
+            path = await self._to_the_end(asyncio.to_thread(newest_checkpoint, self.run_dir.checkpoints_path))
+            state: dict[str, Any] = {"step": 0, "pool": {"cursor": 0, "pending": []}}
+            if path is not None:
+                state = load_state(path)
+                await self._to_the_end(asyncio.to_thread(self.actor.load, path / "actor"))
+        self.pool.load_state(state["pool"])
+        self.step, self.exhausted, self._checkpoint = state["step"], False, path
+        self.run_dir.cut_metrics(self.step if path else -1)
+        if path is None:
+            self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
+        self.evaluations.mark_best()
+        self.whole = True
+        return path is not None
+
+    async def run(self, finish: Callable[[Actor], None]) -> Path:
+        """All steps that are left, with evaluations and checkpoints, then `finish`; returns the last checkpoint.
 
         Raises:
-            RunFailed: too many rollouts failed, or there was nothing to train on.
+            RunFailed: too many rollouts failed, actors were lost too often, or there was nothing to train on.
             asyncio.CancelledError: interrupted, after the state was saved.
         """
+        watching = asyncio.create_task(self.watchdog.watch())
         try:
-            await self._send_weights()
-            await self._evaluate_if_due()
-            while self.step < self.config.steps and not self.exhausted:
-                await self._next_step()
-                await self._evaluate_if_due()
-                every = self.config.checkpoint.every
-                if every and self.step % every == 0 and self.step < self.config.steps:
-                    self.progress.message(f"step {self.step} {self._try_save()}")
+            while True:
+                try:
+                    return await self._run(finish)
+                except ActorLost as error:
+                    self.losses.append(str(error))
+                await self._replace_actor()
         except BaseException as error:
-            await self.pool.close()
+            await self._stop()
             interrupted = isinstance(error, asyncio.CancelledError)
             if interrupted or self.step:
                 self.progress.message(f"{'interrupted' if interrupted else 'failed'} after step {self.step}, "
-                                      f"{self._try_save()}; go on with --resume {self.run_dir.path}")
+                                      f"{await self._try_save()}; go on with --resume {self.run_dir.path}")
             raise
-        return self._save()
+        finally:
+            watching.cancel()
+
+    async def close(self) -> None:
+        """End the actor and what is in flight."""
+        await self._stop()
+        if self.actor is not None:
+            await asyncio.to_thread(self.actor.close)
+        gc.unfreeze()
+
+    async def _run(self, finish: Callable[[Actor], None]) -> Path:
+        await self._send_weights()
+        await self._between_steps()
+        while not self._over:
+            await self._next_step()
+            await self._between_steps()
+        await self._served(self.evaluations.finish())
+        path = await self._save()
+        with self.watchdog.doing("exporting the model"):
+            await self._to_the_end(asyncio.to_thread(finish, self.actor))
+        return path
+
+    @property
+    def _over(self) -> bool:
+        return self.exhausted or self.step >= self.config.steps
+
+    async def _between_steps(self) -> None:
+        """Save and evaluate if it is time for that."""
+        when, every = self.evaluations.due(self.step, last=self._over), self.config.checkpoint.every
+        if self._over:
+            await self._save()
+        elif self.step and not self._checkpoint and (when or (every and self.step % every == 0)):
+            self.progress.message(f"step {self.step} {await self._try_save()}")
+        if when:
+            self.evaluations.begin(self.step, when)
+            if not self.evaluations.concurrent:
+                with self.watchdog.doing(f"evaluating step {self.step}"):
+                    await self._served(self.evaluations.finish())
 
     async def _next_step(self) -> None:
-        started = time.perf_counter()
-        busy = self.engine.busy_seconds
-        batch = await self.pool.next_batch(self.step + 1)
+        started, busy = time.perf_counter(), self.engine.busy_seconds
+        with self.watchdog.doing(f"rollouts of step {self.step + 1}"):
+            batch = await self._served(self.pool.next_batch(self.step + 1))
         times = {"time/rollout": time.perf_counter() - started}
-        self._check_failures(batch)
+        check_failures(batch.played, self.config, self.step + 1)
         self.exhausted = batch.exhausted
-        if not batch.groups:
-            if not self.step:
-                raise RunFailed(f"{self.config.env} has no task to train on")
-            return
-        # A cancelled update would leave weights that belong to no step.
-        learning = asyncio.ensure_future(self._learn(batch, times, started, busy))
-        try:
-            await asyncio.shield(learning)
-        except asyncio.CancelledError:
-            await learning
-            raise
+        if batch.groups:
+            # A cancelled update would leave weights that belong to no step.
+            await self._to_the_end(self._learn(batch, times, started, busy))
+        elif not self.step:
+            raise RunFailed(f"{self.config.env} has no task to train on")
 
     async def _learn(self, batch: Batch, times: dict[str, float], started: float, busy: float) -> None:
         dropped = Counter(batch.dropped)
@@ -115,8 +172,11 @@ class Loop:
         self.whole = False
         if groups:
             rows, more = windows(groups, self.config)
-            metrics |= more | await asyncio.to_thread(self.actor.train, rows)
-        self.step += 1
+            with self.watchdog.doing(f"training step {self.step + 1}"):
+                metrics |= more | await asyncio.to_thread(self.actor.train, rows)
+        with self.watchdog.doing("the evaluation that runs, before the weights change"):
+            await self.evaluations.finish()
+        self.step, self._checkpoint = self.step + 1, None
         sent = time.perf_counter()
         await self._send_weights()
         self.pool.confirm(batch)
@@ -124,7 +184,9 @@ class Loop:
         times["time/generate"] = self.engine.busy_seconds - busy
         times["time/step"] = time.perf_counter() - started
         metrics |= times | engine_metrics(self.engine)
-        metrics |= _rates(metrics, batch.played, groups)
+        metrics |= rates(metrics, batch.played, groups)
+        if self.losses:
+            metrics["actor/restarts"] = len(self.losses)
         self.run_dir.write_rollouts(self.step, batch.played)
         self.run_dir.append_metrics(metrics)
         self.whole = True
@@ -139,67 +201,99 @@ class Loop:
                                   f"({malformed:g} malformed calls); does the model know them, and its chat template?")
 
     async def _send_weights(self) -> None:
-        await self.engine.pause()
+        # Ranks that gather weights for nobody would be out of step with each other.
+        await self._to_the_end(self._update_engine())
+
+    async def _update_engine(self) -> None:
+        if self._stopping:
+            return
+        with self.watchdog.doing(f"sending the weights of step {self.step}"):
+            try:
+                await self.engine.pause()
+                try:
+                    await self.engine.update_weights(self.actor.weights(), self.step)
+                finally:
+                    await self.engine.resume()
+                await self.sampler.check_parity(self.actor)
+            except Exception as error:
+                # A signal to all processes ends engines too. The step can be saved without them.
+                if isinstance(error, ActorLost) or not self._stopping:
+                    raise
+
+    async def _served(self, work: Coroutine[Any, Any, T]) -> T:
+        """What becomes of `work`, while engines that were started again get the weights, for which they ask."""
+        task, wanted = asyncio.ensure_future(work), getattr(self.engine, "wants_weights", None)
         try:
-            await self.engine.update_weights(self.actor.weights(), self.step)
+            while wanted is not None and not task.done():
+                wish = asyncio.ensure_future(wanted.wait())
+                await asyncio.wait([task, wish], return_when=asyncio.FIRST_COMPLETED)
+                wish.cancel()
+                if not task.done():
+                    await self._send_weights()
+            return await task
         finally:
-            await self.engine.resume()
-        await self.sampler.check_parity(self.actor)
+            task.cancel()
 
-    def _check_failures(self, batch: Batch) -> None:
-        failures = Counter(t.failure.reason for t in batch.played if t.failure is not None)
-        share = failures.total() / max(1, len(batch.played))
-        if failures and (share > self.config.rollout.max_failure_rate or share == 1):
-            first = next(t.failure for t in batch.played if t.failure is not None)
-            counts = ", ".join(f"{reason} {count}" for reason, count in failures.most_common())
-            raise RunFailed(f"{failures.total()} of {len(batch.played)} rollouts of step {self.step + 1} failed "
-                            f"({counts}), more than rollout.max_failure_rate = {self.config.rollout.max_failure_rate} "
-                            f"allows; the first: {first.message}")
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """What becomes of `work`; if this is cancelled, `work` is done all the same, and then this is cancelled."""
+        task = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._stopping = True
+            # A step that waits for it is given up: the one that is evaluated was saved.
+            await self.evaluations.cancel()
+            while not task.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.progress.message(f"while this was interrupted: {error}")
+            raise
 
-    async def _evaluate_if_due(self) -> None:
-        options = self.config.eval
-        if self.exhausted or self.step >= self.config.steps:
-            due, when = options.after, "after"
-        elif self.step:
-            due, when = options.every and self.step % options.every == 0, f"step {self.step}"
-        else:
-            due, when = options.before, "before"
-        # A run that was resumed at this step may have done so before.
-        if due and not any(line["step"] == self.step and "eval/when" in line for line in self.run_dir.read_metrics()):
-            self.run_dir.append_metrics({"step": self.step, "eval/when": when, **await self._score(when)})
+    async def _stop(self) -> None:
+        await self.evaluations.cancel()
+        await self.pool.close()
 
-    async def _score(self, when: str) -> dict[str, float]:
-        started = time.perf_counter()
-        result = await self.sampler.evaluate()
-        self.progress.evaluation(result.env, when, result.metrics())
-        score = result.pass_at.get(1, result.reward_mean)
-        self.best = score if self.best is None else max(self.best, score)
-        return {f"eval/{result.env}/{name}": value for name, value in result.metrics().items()} | {
-            "time/eval": time.perf_counter() - started}
+    def _make_actor(self) -> None:
+        gc.unfreeze()
+        self.actor = None
+        gc.collect()
+        self.actor = self.make_actor()
+        # What is loaded by now stays; looking through it again and again for garbage would stall everyone by 0.1 s.
+        gc.collect()
+        gc.freeze()
 
-    def _save(self) -> Path:
-        state = {"pool": self.pool.state(), "best": self.best}
-        return save_checkpoint(self.run_dir.checkpoints_path, self.step, self.actor, state, self.config.checkpoint.keep)
+    async def _replace_actor(self) -> None:
+        self.whole = False
+        most, causes = self.config.failures.actor_restarts, "\n".join(dict.fromkeys(self.losses))
+        if len(self.losses) > most:
+            raise RunFailed(f"the actor was lost {len(self.losses)} times, more than failures.actor_restarts = {most} "
+                            f"allows:\n{causes}")
+        self.progress.message(f"{self.losses[-1]}\nthe actor starts again ({len(self.losses)} of {most} times)")
+        with self.watchdog.doing("another actor starting"):
+            await self.close()
+            self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
+            try:
+                await self.start(resume=True)
+            except ActorLost as error:
+                self.losses.append(str(error))
+                await self._replace_actor()
+                return
+        self.progress.message(f"going on from step {self.step}")
 
-    def _try_save(self) -> str:
+    async def _save(self) -> Path:
+        if self._checkpoint is None:
+            state, folder = {"pool": self.pool.state()}, self.run_dir.checkpoints_path
+            with self.watchdog.doing(f"saving step {self.step}"):
+                self._checkpoint = await self._to_the_end(asyncio.to_thread(
+                    save_checkpoint, folder, self.step, self.actor, state, self.config.checkpoint.keep))
+        return self._checkpoint
+
+    async def _try_save(self) -> str:
         """Where the state was saved, or why not."""
         if not self.whole:
             return "not saved, as it was in the middle of a step"
         try:
-            return f"saved as {self._save()}"
-        except OSError as error:
+            return f"saved as {await self._save()}"
+        except (OSError, ActorLost) as error:
             return f"not saved ({error}); older checkpoints are as they were"
-
-
-def _rates(
-    metrics: dict[str, float], played: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]
-) -> dict[str, float]:
-    """Tokens a second, and how far the step is from generation and training alone."""
-    trained = sum(row.stats.tokens for group in groups for trajectory in group for row in trajectory.rows)
-    alone = metrics["time/generate"] + metrics.get("time/train", 0.0) + metrics.get("time/logprobs", 0.0)
-    rates = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"]}
-    if alone:
-        rates["perf/step_over_parts"] = metrics["time/step"] / alone
-    if metrics.get("time/train"):
-        rates["perf/train_tokens_per_s"] = trained / metrics["time/train"]
-    return rates

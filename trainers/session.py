@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import AutoTokenizer
@@ -138,6 +139,7 @@ class Sampler:
         self._config, self._done = config, done
         self.renderer = load_renderer(path, config)
         self._threads = ThreadPoolExecutor(2, "molt-gym-encode")
+        self._runners = WeakSet[Runner]()
         # Evaluation shares it with the training that it interrupts: they may be told to use the same port.
         self._agents = AgentServer(partial(loopback, config))
         self.engine: RolloutEngine = make_engine(path, self.renderer, config)
@@ -153,8 +155,14 @@ class Sampler:
             return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate,
                              self._threads)
 
-        return Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
-                      server=self._agents, own_process=maker.own_process)
+        runner = Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
+                        server=self._agents, own_process=maker.own_process)
+        self._runners.add(runner)
+        return runner
+
+    def pending(self) -> list[tuple[str, float]]:
+        """What each rollout waits for, and for how many seconds already."""
+        return [rollout for runner in self._runners for rollout in runner.pending()]
 
     async def check_parity(self, actor: Actor) -> None:
         """Raise RunFailed where an engine, if it is code of its own, computes other log-probabilities than `actor`."""

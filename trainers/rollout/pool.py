@@ -140,6 +140,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*self._flying, return_exceptions=True)
         self._flying.clear()
+        self._runner.retried = Counter()
 
     def _dispatch(self, count: int, step: int) -> int:
         for done in range(count):

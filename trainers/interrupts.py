@@ -1,0 +1,89 @@
+"""Coroutines that a signal asks to end.
+
+Invariant: the first Ctrl-C or SIGTERM cancels the work, which then saves what it has; later ones do not disturb that.
+Where others handle the signals already, they are left to them.
+"""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from threading import current_thread, main_thread
+from typing import Any, TypeVar
+
+from molt_gym.threads import call_in_thread
+
+T = TypeVar("T")
+
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run on an event loop of its own, in a thread of its own where one is running already, as in a notebook.
+
+    Ctrl-C cancels the work and raises KeyboardInterrupt when it has ended; SIGTERM does so with SystemExit(143).
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(_terminable(work, _defaults()))
+    task: Future[asyncio.Task[T]] = Future()
+
+    async def main() -> T:
+        task.set_result(asyncio.ensure_future(work))
+        return await task.result()
+
+    result = call_in_thread(lambda: asyncio.run(main()), "molt-gym-loop")
+    try:
+        return result.result()
+    except KeyboardInterrupt:
+        running = task.result()
+        running.get_loop().call_soon_threadsafe(running.cancel)
+        while not result.done():
+            with suppress(asyncio.CancelledError, KeyboardInterrupt):
+                result.exception()
+        raise
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Put handlers of signals back that the block replaces, as ray.init does."""
+    before = {number: signal.getsignal(number) for number in _DEFAULTS}
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _defaults() -> list[signal.Signals]:
+    """Signals that nobody handles or ignores."""
+    if current_thread() is not main_thread():
+        return []
+    return [number for number, default in _DEFAULTS.items() if signal.getsignal(number) is default]
+
+
+async def _terminable(work: Coroutine[Any, Any, T], signals: list[signal.Signals]) -> T:
+    loop, task, received = asyncio.get_running_loop(), asyncio.ensure_future(work), list[signal.Signals]()
+
+    def end(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) == 1:
+            task.cancel()
+        else:
+            print("already ending; what there is gets saved first", file=sys.stderr, flush=True)
+
+    for number in signals:
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if received:
+            raise (KeyboardInterrupt if received[0] is signal.SIGINT else SystemExit(128 + received[0])) from None
+        raise
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
