@@ -77,7 +77,7 @@ def test_coefficients_carry_no_gradient_and_stay_finite():
 
 @pytest.mark.parametrize(("level", "mode"), [("seq", "clip"), ("geo", "trunc"), ("token", "drop"), ("word", "mask")])
 def test_a_mode_that_the_level_cannot_have_is_refused(level, mode):
-    with pytest.raises(ValueError, match=f"level '{level}', mode '{mode}': write token with mask"):
+    with pytest.raises(ValueError, match=f"level '{level}', mode '{mode}', gate 'ratio': write token with mask"):
         corrected_loss(level=level, mode=mode)
 
 
