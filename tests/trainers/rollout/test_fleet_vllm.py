@@ -18,6 +18,7 @@ from molt_gym.tokens import Sampling
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.fleet import EngineFleet
 from molt_gym.trainers.rollout.vllm_engine import VllmEngine
+from molt_gym.trainers.rollout.vllm_process import HostProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
@@ -65,6 +66,51 @@ async def test_updates_reach_all_of_vllms_engines_and_one_that_is_killed_loses_n
         replies = ask(20)
         assert [place.load for place in fleet._places] == [8 * 22] * 2
         await answers(model, replies)
+    finally:
+        await fleet.close()
+
+
+async def test_an_engine_that_freezes_within_an_update_is_replaced_while_the_other_goes_on(
+        tiny_path, renderer, expected, tmp_path, monkeypatch):
+    path = wide(tiny_path, tmp_path)
+    fleet = EngineFleet(partial(VllmEngine, path, renderer, dtype=torch.float32, max_context=256, max_sequences=16,
+                                transfer_timeout=10.0), 2)
+    folder = Qwen3ForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    models = [folder, moved(path, 1), moved(path, 2)]
+
+    async def update(version: int) -> None:
+        await fleet.pause()
+        await fleet.update_weights(models[version].named_parameters(), version)
+        await fleet.resume()
+        for theirs in await fleet.scores(list(range(5, 60))):
+            assert theirs == pytest.approx(expected(models[version], [5], list(range(6, 60))), abs=1e-4)
+
+    try:
+        await fleet.pause()
+        await fleet.resume()
+        replies = fleet.submit([Request([5 + n, 9], Sampling(max_tokens=250, temperature=0), (n, 0, 0))
+                                for n in range(16)])
+        frozen, other = fleet.members
+        call = HostProcess.call
+
+        def freezing(host: HostProcess, name: str, *arguments):
+            if name == "receive" and host is frozen._host:
+                os.killpg(host.pid, signal.SIGSTOP)
+            return call(host, name, *arguments)
+
+        monkeypatch.setattr(HostProcess, "call", freezing)
+        await asyncio.wait_for(update(1), 60)
+        assert fleet.members == [other]
+        for number, reply in enumerate(await asyncio.wait_for(asyncio.gather(*replies), 60)):
+            for version in set(reply.versions):
+                theirs = expected(models[version], [5 + number, 9], reply.ids)
+                places = [place for place, stamp in enumerate(reply.versions) if stamp == version]
+                assert [reply.logprobs[p] for p in places] == pytest.approx([theirs[p] for p in places], abs=1e-4)
+        await asyncio.wait_for(fleet.wants_weights.wait(), 120)
+        assert frozen.ended is not None and not psutil.pid_exists(frozen._host.pid)
+        await update(2)
+        assert len(fleet.members) == 2
+        assert fleet.take_faults()["engine_restarts"] == 1
     finally:
         await fleet.close()
 
