@@ -43,21 +43,13 @@ def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
     Raises:
         UnknownEnv, NotAChatEnv, ConfigError: the env cannot be made.
     """
-    spec, kwargs, turns = find_spec(config.env), dict(config.env_kwargs), config.rollout.max_turns
+    kwargs, turns = dict(config.env_kwargs), config.rollout.max_turns
     if held_out:
-        kwargs = held_out_kwargs(spec) | kwargs | config.eval.env_kwargs
+        kwargs = held_out_kwargs(find_spec(config.env)) | kwargs | config.eval.env_kwargs
         turns = config.eval.max_turns or turns
     if turns is not None:
         kwargs["max_episode_steps"] = turns
-    creator, tasks = creators(spec)
-    # What a script itself defines has no name in other processes.
-    if str(spec.entry_point).startswith("__main__:"):
-        spec.entry_point = creator
-    if str(spec.kwargs.get("agent")).startswith("__main__:"):
-        spec.kwargs["agent"] = tasks
-    mode = config.rollout.env_processes
-    own_process = mode == "always" or mode == "auto" and bool(getattr(tasks, "own_process", False))
-    return EnvMaker(config.env, spec, kwargs, own_process)
+    return EnvMaker.of(config.env, kwargs, config.rollout.env_processes)
 
 
 def env_preset(env: str, model: str) -> dict[str, Any]:
@@ -87,14 +79,21 @@ def loopback(config: Config) -> LoopbackServer:
                           timeout=rollout.generate_timeout)
 
 
-def pick_dtype(name: str) -> torch.dtype:
+def pick_dtype(name: str, gpu: bool) -> torch.dtype:
     """auto: bfloat16 where the processor multiplies it natively, else float32."""
     if name != "auto":
         return getattr(torch, name)
     flags = Path("/proc/cpuinfo")
-    native = torch.cuda.is_available() or (flags.is_file() and
-                                           not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.read_text().split()))
+    native = gpu or (flags.is_file() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.read_text().split()))
     return torch.bfloat16 if native else torch.float32
+
+
+def with_dtypes(config: Config, gpu: bool) -> Config:
+    """The configuration with the precisions that auto stands for. gpu: whether engine and actor have one."""
+    actor = str(pick_dtype(config.actor.dtype, gpu)).removeprefix("torch.")
+    sampler = config.rollout.dtype if config.rollout.dtype != "auto" else actor
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"dtype": actor}),
+                                     "rollout": config.rollout.model_copy(update={"dtype": sampler})})
 
 
 def load_renderer(path: Path, config: Config) -> Renderer:
@@ -106,25 +105,14 @@ def load_renderer(path: Path, config: Config) -> Renderer:
     return renderer
 
 
-def engine_dtype(config: Config) -> torch.dtype:
-    """Of the weights that sample."""
-    return pick_dtype(config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.dtype)
-
-
-def make_engine(path: Path, renderer: Renderer, config: Config) -> RolloutEngine:
-    """The engine that `rollout.engine` names, or `rollout.engines` of them as one.
-
-    Raises:
-        ConfigError: it is not installed, does not know one of its arguments, or cannot run the model.
-    """
+def vllm_settings(config: Config) -> dict[str, Any]:
+    """Keyword arguments of a `VllmEngine`."""
     rollout = config.rollout
-    if rollout.engine == "transformers":
-        return TransformersEngine(path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
-                                  max_sequences=rollout.max_concurrency)
-    check_engine_args(rollout.engine_args)
-    make = partial(VllmEngine, path, renderer, dtype=engine_dtype(config), max_context=rollout.max_context,
-                   max_sequences=rollout.max_concurrency, engine_args=rollout.engine_args)
-    return make() if rollout.engines == 1 else EngineFleet(make, rollout.engines)
+    return {"dtype": getattr(torch, rollout.dtype), "max_context": rollout.max_context,
+            "max_sequences": rollout.max_concurrency, "engine_args": rollout.engine_args,
+            "backend": None if rollout.weight_transfer == "auto" else rollout.weight_transfer,
+            "transfer_timeout": rollout.transfer_timeout, "routed_experts": rollout.routed_experts,
+            "release_memory": rollout.release_memory}
 
 
 class Sampler:
@@ -133,16 +121,32 @@ class Sampler:
     Args:
         path: model folder.
         done: called with each trajectory of training.
+        engine: to play with another one than `config` names.
+        gpu: whether engine and actor compute on GPUs; that of this machine by default.
+
+    Raises:
+        ConfigError: the engine is not installed, does not know one of its arguments, or cannot run the model.
     """
 
-    def __init__(self, path: Path, config: Config, done: Callable[[Trajectory], None] = lambda _: None) -> None:
-        self._config, self._done = config, done
+    def __init__(self, path: Path, config: Config, done: Callable[[Trajectory], None] = lambda _: None,
+                 *, engine: RolloutEngine | None = None, gpu: bool | None = None) -> None:
+        self._gpu = torch.cuda.is_available() if gpu is None else gpu
+        self._path, self._config, self._done = path, with_dtypes(config, self._gpu), done
         self.renderer = load_renderer(path, config)
         self._threads = ThreadPoolExecutor(2, "molt-gym-encode")
         self._runners = WeakSet[Runner]()
         # Evaluation shares it with the training that it interrupts: they may be told to use the same port.
         self._agents = AgentServer(partial(loopback, config))
-        self.engine: RolloutEngine = make_engine(path, self.renderer, config)
+        self.engine: RolloutEngine = engine or self._make_engine()
+
+    def _make_engine(self) -> RolloutEngine:
+        rollout = self._config.rollout
+        if rollout.engine == "transformers":
+            return TransformersEngine(self._path, self.renderer, dtype=getattr(torch, rollout.dtype),
+                                      max_context=rollout.max_context, max_sequences=rollout.max_concurrency)
+        check_engine_args(rollout.engine_args)
+        make = partial(VllmEngine, self._path, self.renderer, **vllm_settings(self._config))
+        return EngineFleet(make, rollout.engines, self._config.failures.engine_restarts)
 
     def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> Runner:
         """Plays with the engine; `ordered` makes the outcome a function of the seed (see `WaveGate`)."""
@@ -160,15 +164,20 @@ class Sampler:
         self._runners.add(runner)
         return runner
 
+    async def aclose(self) -> None:
+        """End the engine."""
+        await self.engine.close()
+
     def pending(self) -> list[tuple[str, float]]:
         """What each rollout waits for, and for how many seconds already."""
         return [rollout for runner in self._runners for rollout in runner.pending()]
 
     async def check_parity(self, actor: Actor) -> None:
         """Raise RunFailed where an engine, if it is code of its own, computes other log-probabilities than `actor`."""
-        if isinstance(self.engine, VllmEngine | EngineFleet):
-            dtypes = (engine_dtype(self._config), pick_dtype(self._config.actor.dtype))
-            await ParityProbe.of(self.renderer, self.engine.max_context, *dtypes).check(self.engine, actor)
+        if isinstance(self.engine, EngineFleet):
+            dtypes = {getattr(torch, self._config.rollout.dtype), getattr(torch, self._config.actor.dtype)}
+            probe = ParityProbe.of(self.renderer, self.engine.max_context, *dtypes, gpu=self._gpu)
+            await probe.check(self.engine, actor)
 
     async def evaluate(self, *, alone: bool = True) -> EvalResult:
         """The held-out score of the weights in use; `alone`: nobody else plays meanwhile."""

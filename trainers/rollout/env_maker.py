@@ -2,13 +2,13 @@
 
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from molt_gym.agents import AgentEnv
-from molt_gym.registry import creators, make
+from molt_gym.registry import creators, find_spec, make
 
 from .env_calls import num_tasks
 from .env_process import EnvProcess
@@ -25,6 +25,21 @@ class EnvMaker:
     spec: EnvSpec
     kwargs: dict[str, Any]
     own_process: bool = False
+
+    @classmethod
+    def of(
+        cls, env_id: str, kwargs: dict[str, Any], processes: Literal["auto", "always", "never"] = "auto"
+    ) -> "EnvMaker":
+        """Of an id; for `processes` see `RolloutConfig.env_processes`. Raises as `find_spec` does."""
+        spec = find_spec(env_id)
+        creator, tasks = creators(spec)
+        # What a script itself defines has no name in other processes.
+        if str(spec.entry_point).startswith("__main__:"):
+            spec.entry_point = creator
+        if str(spec.kwargs.get("agent")).startswith("__main__:"):
+            spec.kwargs["agent"] = tasks
+        declared = processes == "auto" and getattr(tasks, "own_process", False)
+        return cls(env_id, spec, kwargs, processes == "always" or bool(declared))
 
     def __call__(self) -> gym.Env:
         """A new env."""
