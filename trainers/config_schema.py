@@ -356,7 +356,9 @@ _ENGINE_OPTIONS = {
     "model": "model", "tokenizer": "model", "dtype": "rollout.dtype", "max_model_len": "rollout.max_context",
     "max_num_seqs": "rollout.max_concurrency", "seed": "seed", "generation_config": None,
     "override_generation_config": None, "logprobs_mode": None, "skip_tokenizer_init": None,
-    "worker_extension_cls": None, "weight_transfer_config": None, "data_parallel_size": None}
+    "worker_extension_cls": None, "weight_transfer_config": None, "data_parallel_size": None, "scheduling_policy": None,
+    "enable_return_routed_experts": "rollout.routed_experts", "enable_sleep_mode": "rollout.release_memory",
+    "watermark_config": None}
 """Arguments of vLLM that are set for it, and the options that do so."""
 
 
