@@ -162,3 +162,4 @@ if "CodeExec-v0" not in _gym.registry:
         max_episode_steps=6,
         kwargs={"agent": "molt_gym.envs.tool_use:ToolUseAgent"},
     )
+    register("Math-v0", "molt_gym.envs.math:MathEnv", nondeterministic=True)

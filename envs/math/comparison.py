@@ -1,0 +1,116 @@
+r"""Whether an answer is the right one: by its text, by its value as a number, and last by algebra, in a worker.
+
+Invariants: what is done in this process is linear in the length of the text and makes no large number.
+"""
+
+import re
+from fractions import Fraction
+
+from .workers import equal
+
+__all__ = ["is_right", "normal", "number"]
+
+_LONGEST = 1000
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
+_NO_MEANING = re.compile(
+    r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[!,;: ()\[\]]|\\?\$|\^\s*\{?\s*\\circ\s*\}?|°"
+)
+_SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_FACTOR = re.compile(r"(?<=[0-9])(?:\*|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))(?=[A-Za-z])")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_VALUE = re.compile(
+    rf"""(?:[A-Za-z]\s*=\s*)?  (?P<sign>[-+]?)\s*
+    (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{(?P<top>-?[0-9]+)\}}|(?P<t>[0-9]))
+        \s*(?:\{{(?P<bottom>-?[0-9]+)\}}|(?P<b>[0-9]))
+      | (?:(?P<mixed>[0-9]+)\s+)?(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
+      | (?P<plain>{_DIGITS}?(?:(?<=[0-9])\.|\.(?=[0-9])|(?<=[0-9]))[0-9]*)
+        (?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{{?(?P<power>-?[0-9]{{1,2}})\}}?)?
+    )
+    \s*(?P<percent>\\?%)?  (?:(?:\s+|\b(?=[A-Za-z]{{2}}))[A-Za-z][A-Za-z ./]*(?:\^\s*\{{?[23]\}}?)?)?""",
+    re.VERBOSE,
+)
+_OPERATION = re.compile(r"(?<=[\w)}\]!%])\s*(?:[-+*/(]|\\(?:times|cdot|div)(?![A-Za-z]))")
+
+
+def is_right(answer: str, gold: str, *, strict: bool = False, seconds: float = 5.0) -> bool | None:
+    """Compares an answer with the right one.
+
+    Equal texts are equal, but for space, text and size commands, and signs of currency and degree. Numbers are equal
+    if their values are, exactly; a unit behind one does not count, and "50%" is .5, or 50 where the other side leaves
+    the sign out. What is left is decided by math-verify. An answer of more than 1,000 characters is wrong, and so is
+    one with sums, differences or products left to do where the right one is a number.
+
+    Args:
+        answer: what `find_answer` found.
+        gold: the right answer.
+        strict: the answer must have the form of the right one: a number be written as one, and an expression have no
+            more operations. Else an answer that repeats the question is right wherever algebra can answer it.
+        seconds: the limit on math-verify.
+
+    Returns:
+        None: no verdict within the limits of time and memory; it does not count as right.
+
+    Raises:
+        EnvFailure: reason "grader": no worker could be had, or one died by no fault of the answer.
+    """
+    if len(answer) > max(_LONGEST, 2 * len(gold)):
+        return False
+    ours, theirs = normal(answer), normal(gold)
+    if ours == theirs or (len(ours) > 1 and ours.isalpha() and ours.casefold() == theirs.casefold()):
+        return True
+    value, right = number(answer), number(gold)
+    if right is not None and (value is not None or strict):
+        return value is not None and _same(value, right)
+    if (right is not None or strict) and _operations(ours) > _operations(theirs) * strict:
+        return False
+    return equal(_plain(gold), _plain(answer), seconds)
+
+
+def normal(text: str) -> str:
+    """A text without what changes nothing of what it says."""
+    text = _FACTOR.sub("", _SPACE.sub("", _plain(text)))
+    if len(text) == 3 and text[0] == "(" and text[1].isalpha() and text[2] == ")":
+        return text[1]
+    return text.replace("{,}", ",")
+
+
+def number(text: str) -> tuple[Fraction, bool] | None:
+    """The exact value of a number, and whether it is in percent; None: it is none, or longer than a number is."""
+    match = _VALUE.fullmatch(_plain(text).replace("{,}", ",")) if len(text) <= _LONGEST else None
+    if match is None:
+        return None
+    part = {name: int(value.replace(",", "")) for name, value in match.groupdict().items()
+            if value and name not in ("sign", "plain", "percent")}
+    if match["plain"]:
+        value = Fraction(match["plain"].replace(",", "")) * Fraction(10) ** part.get("power", 0)
+    else:
+        top, bottom = (part.get(long, part.get(short)) for long, short in (("top", "t"), ("bottom", "b")))
+        top, bottom = part.get("over", top), part.get("under", bottom)
+        if not bottom:
+            return None
+        value = Fraction(top, bottom) + part.get("whole", part.get("mixed", 0))
+    return (-value if match["sign"] == "-" else value), bool(match["percent"])
+
+
+def _plain(text: str) -> str:
+    text = _NO_MEANING.sub("", text.replace("\u2212", "-").replace("~", " "))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    before = ""
+    for _ in range(5):
+        before, text = text, _WRAPPER.sub(r" \1 ", text)
+        if text == before:
+            break
+    text = text.strip().rstrip(".").strip()
+    return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
+
+
+def _same(value: tuple[Fraction, bool], right: tuple[Fraction, bool]) -> bool:
+    (ours, our_sign), (theirs, their_sign) = value, right
+    if our_sign == their_sign:
+        return ours == theirs
+    whole, percent = (theirs, ours) if our_sign else (ours, theirs)
+    return percent == 100 * whole or (percent == whole and abs(whole) >= 1)
+
+
+def _operations(text: str) -> int:
+    return len(_OPERATION.findall(text))

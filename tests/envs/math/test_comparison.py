@@ -1,0 +1,60 @@
+from fractions import Fraction
+
+import pytest
+
+from molt_gym.envs.math.comparison import is_right, number
+
+RIGHT = [
+    ("18", "18"), ("18.00", "18"), (r"\$18", "18"), ("$18", "18"), ("1,234", "1234"), (r"1{,}234", "1234"),
+    (r"\frac12", "0.5"), (r"\dfrac{1}{2}", "1/2"), (r"-\frac{3}{4}", "-0.75"), (r"\frac{-3}{4}", r"-\frac34"),
+    (r"2\frac{1}{2}", "2.5"), ("2 1/2", "2.5"), (r"1.5 \times 10^{3}", "1500"), (".5", "0.5"), ("5.", "5"),
+    ("x = 5", "5"), ("5 cm", "5"), (r"5\text{ cm}^2", "5"), (r"90^\circ", "90"), (r"50\%", "50"), ("0.5", r"50\%"),
+    (r"\text{E}", "E"), ("(E)", "E"), ("north", "North"), (r"\left(1, 2\right)", "(1,2)"), ("\u22125", "-5"),
+    (r"2^{10}", "1024"), (r"\sqrt{12}", r"2\sqrt{3}"), ("(x+1)^2", "x^2+2x+1"), (r"\{2,1\}", r"\{1,2\}"),
+    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"), (r"(2, \infty)", "x > 2"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+]  # fmt: skip
+WRONG = [
+    (r"\frac{1}{2}", r"\frac{1}{3}"), ("5", "-5"), ("0.333", r"\frac{1}{3}"), ("12", "1 2"), ("(2,1)", "(1,2)"),
+    (r"0.5\%", "0.5"), ("F", "E"), ("x^2", "x^3"), (r"\{1\}", r"\{1,2\}"), ("17+42", "59"),
+    (r"6\cdot 3", "18"), ("3(6)", "18"), ("no idea", "5"), ("{", "5"), (r"\frac{1}{0}", "5"), ("1/0", "0"), ("", "5"),
+    (r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "gold"), RIGHT)
+def test_equal_answers_are_right(answer, gold):
+    assert is_right(answer, gold) is True
+
+
+@pytest.mark.parametrize(("answer", "gold"), WRONG)
+def test_other_answers_are_wrong(answer, gold):
+    assert is_right(answer, gold) is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "loose"),
+    [
+        ("2^{10}", "1024", True),
+        (r"\gcd(12, 18)", "6", False),
+        ("(x+2)(x+3)", "x^2+5x+6", True),
+        ("3x+4x-2", "7x-2", True),
+    ],
+)
+def test_an_answer_that_leaves_the_work_undone_is_wrong_where_it_is_strict(answer, gold, loose):
+    assert is_right(answer, gold) is loose and is_right(answer, gold, strict=True) is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("6+5x+x^2", "x^2 + 5x + 6"), (r"7 \cdot x", "7x"), ("7*x", "7x"), (r"\frac{6}{8}", r"\frac{3}{4}")])
+def test_another_order_or_notation_is_right_where_it_is_strict(answer, gold):
+    assert is_right(answer, gold, strict=True) is True
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1,234.5", (Fraction(2469, 2), False)), (r"12.5\%", (Fraction(25, 2), True)), ("1,23", None), ("1e9", None),
+     (r"10^{99}", None), (r"1 \times 10^{999}", None), ("9" * 2000, None), ("42x", None), ("-", None)])
+def test_a_number_is_exact_and_of_a_bounded_size(text, value):
+    assert number(text) == value
