@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from molt_gym.tokens import Renderer, Sampling
@@ -39,15 +39,13 @@ CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content 
 
 
 def make_model(folder: Path, shape: str, dtype: torch.dtype, device: str) -> tuple[Qwen3ForCausalLM, Renderer]:
-    """A random model of that shape, saved to the folder, and its renderer."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator([__doc__], trainers.BpeTrainer(
-        vocab_size=400, show_progress=False, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    """A random model of that shape, saved to the folder, and its renderer; a byte is a token, and every id is text."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"w{number}" for number in range(SHAPES[shape]["vocab_size"] - len(tokens))]
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, eos_token="<|im_end|>",
-                                        pad_token="<|endoftext|>")
+                                        pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"])
     config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=4096, dtype=dtype,
                          eos_token_id=2, pad_token_id=0, bos_token_id=None)
     torch.manual_seed(0)
