@@ -1,5 +1,6 @@
 """`train`, `evaluate` and `rollout`: what `molt_gym` offers under the same names."""
 
+import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from molt_gym.errors import ConfigError
@@ -22,10 +24,11 @@ from .evaluate import EvalResult
 from .interrupts import run
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
+from .placement.placement import place
 from .progress import Progress, make_progress
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
-from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
+from .session import env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -83,8 +86,6 @@ async def _train(
     config: Config, model: ResolvedModel, run_dir: RunDir, progress: Progress, *, resume: bool
 ) -> TrainResult:
     from .actor.fsdp_actor import ActorSpec
-    from .actor.launch import LocalActor
-    from .session import pick_dtype
 
     maker, rollout = env_maker(config), config.rollout
     tasks = TaskStream(maker.num_tasks(), config.seed)
@@ -92,9 +93,13 @@ async def _train(
     total = config.steps * config.algorithm.updates_per_batch
     async with AsyncExitStack() as stack:
         stack.callback(_draw, run_dir, progress)
-        sampler = Sampler(model.path, config, _Counter(progress, config.rollouts_per_step))
-        stack.push_async_callback(sampler.engine.close)
-        actor = partial(LocalActor, ActorSpec(str(model.path), config, pick_dtype(config.actor.dtype), total))
+        placement = await asyncio.to_thread(place, config, config.actor.world_size, progress.message)
+        stack.callback(placement.close)
+        config = placement.config
+        sampler = placement.sampler(model.path, _Counter(progress, config.rollouts_per_step))
+        stack.push_async_callback(sampler.aclose)
+        spec = ActorSpec(str(model.path), config, getattr(torch, config.actor.dtype), total)
+        actor = partial(placement.actor, spec)
         runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
         stack.push_async_callback(runner.aclose)
         pool = Pool(runner, tasks, plan, seed=config.seed)
@@ -175,11 +180,12 @@ def rollout(
 
 
 async def _with_sampler(model: ResolvedModel, config: Config, use: Any) -> Any:
-    sampler = Sampler(model.path, config)
-    try:
+    async with AsyncExitStack() as stack:
+        placement = await asyncio.to_thread(place, config, 0, lambda _: None)
+        stack.callback(placement.close)
+        sampler = placement.sampler(model.path, lambda _: None)
+        stack.push_async_callback(sampler.aclose)
         return await use(sampler)
-    finally:
-        await sampler.engine.close()
 
 
 def configure(

@@ -43,10 +43,10 @@ class ParityProbe:
     tolerance: float
 
     @classmethod
-    def of(cls, renderer: Renderer, max_context: int, *dtypes: torch.dtype) -> "ParityProbe":
+    def of(cls, renderer: Renderer, max_context: int, *dtypes: torch.dtype, gpu: bool) -> "ParityProbe":
         """The probe for an engine and an actor that compute in `dtypes`."""
         ids = renderer.render([{"role": "user", "content": TEXT}])
-        return cls(ids[: min(TOKENS, max_context - 1)], max(_tolerance(dtype) for dtype in dtypes))
+        return cls(ids[: min(TOKENS, max_context - 1)], max(_tolerance(dtype, gpu) for dtype in dtypes))
 
     async def check(self, engine: Scorer, actor: Actor) -> float:
         """The mean difference, that of the engine which is farthest off.
@@ -71,8 +71,8 @@ class ParityProbe:
         return mean
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return max(TOLERANCE[dtype], GPU_TOLERANCE if torch.cuda.is_available() else 0.0)
+def _tolerance(dtype: torch.dtype, gpu: bool) -> float:
+    return max(TOLERANCE[dtype], GPU_TOLERANCE if gpu else 0.0)
 
 
 def _mean(values: Sequence[float]) -> float:

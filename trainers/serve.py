@@ -173,6 +173,8 @@ def load(
         return Player(lambda number, threads: PolicySeat(policy), settings.rollout.generate_timeout, settings.env,
                       _nothing)
     settings, path = _configure(env, model, config, overrides)
+    if settings.placement != "local":
+        raise ConfigError(f"placement: {settings.placement!r}; molt-gym serve runs on this machine, write 'local'")
     sampler, rollout = Sampler(path, settings), settings.rollout
     gate = OpenGate(sampler.engine)
     sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)

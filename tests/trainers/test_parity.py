@@ -24,7 +24,7 @@ class Side:
 
 @pytest.fixture
 def probe(renderer) -> ParityProbe:
-    return ParityProbe.of(renderer, 256, torch.float32, torch.float32)
+    return ParityProbe.of(renderer, 256, torch.float32, torch.float32, gpu=False)
 
 
 async def test_sides_that_agree_pass_and_the_difference_is_told(probe):
@@ -49,9 +49,9 @@ async def test_not_a_number_is_no_parity(probe):
 
 
 def test_the_tolerance_is_that_of_the_coarser_dtype(renderer):
-    mixed = ParityProbe.of(renderer, 256, torch.bfloat16, torch.float32)
-    assert mixed.tolerance > ParityProbe.of(renderer, 256, torch.float32).tolerance
+    mixed = ParityProbe.of(renderer, 256, torch.bfloat16, torch.float32, gpu=False)
+    assert mixed.tolerance > ParityProbe.of(renderer, 256, torch.float32, gpu=False).tolerance
 
 
 def test_the_prompt_fits_the_context(renderer):
-    assert len(ParityProbe.of(renderer, 10, torch.float32).ids) == 9
+    assert len(ParityProbe.of(renderer, 10, torch.float32, gpu=False).ids) == 9
