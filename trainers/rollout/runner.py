@@ -154,8 +154,7 @@ class Runner:
         trajectory.reward = finite(total, "the sum of the rewards")
 
     def _enter(self, trajectory: Trajectory, phase: str) -> None:
-        what = f"{phase} of rollout {trajectory.rollout} of group {trajectory.group} ({self.env_id} {trajectory.index})"
-        self._phases[id(trajectory)] = what, time.monotonic()
+        self._phases[id(trajectory)] = described(phase, self.env_id, trajectory), time.monotonic()
 
     async def _agent_episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
         server = await self._server.get(self)
@@ -203,6 +202,11 @@ class Runner:
                           f"(rollout.{name}_timeout)") from error
         except Exception as error:  # noqa: BLE001  whatever a user's env raises fails this rollout alone
             raise _Failed(f"{name}_error", f"{self.env_id}: {name} raised {type(error).__name__}: {error}") from error
+
+
+def described(phase: str, env_id: str, rollout: Trajectory | Ticket) -> str:
+    """What a rollout waits for."""
+    return f"{phase} of rollout {rollout.rollout} of group {rollout.group} ({env_id} {rollout.index})"
 
 
 def _failure(reason: str, message: str, error: BaseException) -> Failure:
