@@ -48,10 +48,12 @@ def gone(pid, seconds=30.0):
 
 
 def test_a_worker_is_kept_and_compares_again():
+    large = bytearray(2**29)
+    large[::4096] = b"1" * len(large[::4096])
     assert workers.equal("x+1", "1+x", 30.0) is True
     first = workers.pids()
     assert workers.equal("x+1", "2+x", 30.0) is False
-    assert workers.pids() == first and len(first) == 1
+    assert workers.pids() == first and len(first) == 1 and large
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb[:12])
@@ -95,7 +97,7 @@ def test_memory_is_bounded(monkeypatch):
 
 @pytest.mark.slow
 def test_forty_verdicts_with_twenty_bombs_between_them():
-    pairs = [(r"\sqrt{%d}" % (4 * n), rf"2\sqrt{{{n}}}") for n in range(2, 22)]
+    pairs = [(rf"\sqrt{{{4 * n}}}", rf"2\sqrt{{{n}}}") for n in range(2, 22)]
     jobs = [job for n, pair in enumerate(pairs) for job in (pair, (f"{TOWER}+{n}x", "1+x"))]
     begin = time.monotonic()
     with ThreadPoolExecutor(40) as threads:
