@@ -305,12 +305,27 @@ async def test_experts_and_an_untied_head_arrive_and_weights_that_do_not_fit_end
 
 
 async def test_the_probe_sees_weights_that_are_not_the_actors(engine, actor, load, renderer):
-    probe = ParityProbe.of(renderer, 256, torch.float32)
+    probe = ParityProbe.of(renderer, 256, torch.float32, gpu=False)
     assert len(probe.ids) == 64
     assert await probe.check(engine, actor) < 1e-5
     await update(engine, load(seed=9), 1)
     with pytest.raises(RunFailed, match=r"update to version 1.* -\d+\.\d+ and -\d+\.\d+ a token.*tolerance 0.001"):
         await probe.check(engine, actor)
+
+
+async def test_a_score_comes_before_replies_that_wait_and_asked_within_an_update_before_all(engine, load):
+    replies = engine.submit([Request([5, 6 + i], Sampling(max_tokens=200, seed=i)) for i in range(40)])
+    await within(WAIT, engine.score([5, 7, 9]))
+    assert sum(reply.done() for reply in replies) < 24
+    await engine.pause()
+    await engine.update_weights(load().named_parameters(), 1)
+    before = sum(reply.done() for reply in replies)
+    score = asyncio.ensure_future(engine.score([5, 7, 9]))
+    await asyncio.sleep(0.1)
+    await engine.resume()
+    await within(WAIT, score)
+    assert sum(reply.done() for reply in replies) <= before + 8
+    await within(WAIT, *replies)
 
 
 async def test_weights_are_refused_while_the_engine_runs(engine, load):
