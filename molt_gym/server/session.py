@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import PromptTooLong
+from ..errors import PromptTooLong, RunFailed
 from .errors import WireError, aborted
 from .exchange import Call, Completion, Respondent
 from .memory import WireMemory
@@ -199,7 +199,8 @@ class Session:
         if late:
             return WireError("unavailable", f"no reply within {self._timeout:g} s", code="deadline_exceeded")
         return WireError("unavailable", f"the policy failed: {type(error).__name__}: {error}", code="engine_failed",
-                         retry=True)
+                         # Engines that have ended were asked for again already, and one that is over stays so.
+                         retry=not isinstance(error, RunFailed))
 
 
 def _closed() -> WireError:

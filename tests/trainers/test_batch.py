@@ -56,6 +56,12 @@ def test_incomplete_groups_can_be_dropped_and_are_counted_by_rollout():
     assert kept == [whole] and dropped == {"incomplete_group": 2}
 
 
+def test_as_many_rows_as_rollouts_do_not_make_a_group_complete():
+    group = [rollout(1.0, row(1), row(1)), rollout(1.0, row(1)), rollout(0.0, row(1)), failed()]
+    kept, dropped = usable_of([group], incomplete_group="drop")
+    assert kept == [] and dropped == {"incomplete_group": 3}
+
+
 def test_a_rollout_with_a_token_that_is_too_old_is_dropped_and_counted():
     ages = {age: rollout(1.0, row(3, version=9 - age)) for age in range(4)}
     for staleness in range(4):

@@ -77,6 +77,14 @@ def test_a_rollout_with_branches_counts_once():
     assert metrics["rollout/length_mean"] == 8
 
 
+def test_the_mean_reward_is_over_rollouts_however_many_rows_each_has():
+    played = [rollout(reward, 1) for reward in (1.0, 1.0, 0.0, 0.0)]
+    for trajectory, rows in zip(played, (2, 2, 10, 10), strict=True):
+        trajectory.rows *= rows
+    metrics = rollout_metrics(Batch(played=played), [played], version=0)
+    assert (metrics["reward/mean"], metrics["pass/at_1"], metrics["rollout/count"]) == (0.5, 0.5, 4)
+
+
 @pytest.mark.parametrize(("reward", "passed"), [(1.0, True), (1.5, True), (0.99, False), (0.0, False), (None, False)])
 def test_a_reward_of_one_passes(reward, passed):
     assert passes(Trajectory("Test-v0", 0, reward=reward)) is passed

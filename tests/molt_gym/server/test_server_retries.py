@@ -8,6 +8,8 @@ import anthropic
 import openai
 import pytest
 
+from molt_gym.errors import RunFailed
+
 END, NEWLINE = 257, 10
 OK = {"role": "user", "content": "ok"}
 HELLO = [262, 264, END]
@@ -115,7 +117,18 @@ async def test_an_engine_that_always_fails_is_called_once_an_attempt(agent_of, e
 
 
 @every_wire
-async def test_a_slow_reply_is_waited_for_and_generated_once(agent_of, engine, wire, name):
+async def test_an_engine_that_has_ended_is_not_asked_again(agent_of, engine, name):
+    agent = agent_of(max_retries=2)
+    engine.script = [RunFailed("no engine is left")] * 9
+    with pytest.raises((openai.InternalServerError, anthropic.APIStatusError), match="no engine is left"):
+        await agent.ask(name, OK)
+    assert len(engine.received) == 1 and isinstance(agent.session.failure, RunFailed)
+
+
+@every_wire
+async def test_a_slow_reply_is_waited_for_and_generated_once(agent_of, engine, wire, name, monkeypatch):
+    for limit in ("KEEP_ALIVE", "BODY_TIMEOUT", "SHUTDOWN_TIMEOUT"):
+        monkeypatch.setattr(f"molt_gym.server.server.{limit}", 0.1)
     agent, engine.seconds = agent_of(max_retries=2), 0.3
     assert wire.text_of(await agent.ask(name, OK)) == "hello"
     assert (len(engine.received), engine.aborted, agent.session.turns) == (1, 0, 1)
