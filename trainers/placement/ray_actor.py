@@ -89,6 +89,19 @@ class RayActor:
         """Write a folder that transformers loads."""
         self._call("export", folder.absolute())
 
+    def offload(self) -> None:
+        """Leave the GPUs, until `onload`."""
+        self._call("offload")
+
+    def onload(self) -> None:
+        """Come back."""
+        self._call("onload")
+
+    def check(self) -> None:
+        """Raise ActorLost if a rank has died, or does not answer at all."""
+        self._require()
+        self._answers([rank.__ray_ready__.remote() for rank in self._ranks], 2 * LAST_WORDS)
+
     def close(self) -> None:
         """End all ranks."""
         ranks, self._ranks = self._ranks, []
@@ -101,7 +114,7 @@ class RayActor:
         self._numbers += 1
         sender = RemoteSender(self._ranks[0], self._numbers, timeout)
         device = torch.device("cuda" if backend in ("ipc", "nccl") else "cpu")
-        sender.ask("open", backend, device, workers, timeout=timeout)
+        sender.ask("open", backend, device, workers, timeout)
         return sender
 
     def _call(self, name: str, *arguments: Any) -> list[Any]:
@@ -116,12 +129,12 @@ class RayActor:
         if not self._ranks:
             raise RuntimeError("the actor was closed")
 
-    def _answers(self, refs: Sequence[Any]) -> list[Any]:
+    def _answers(self, refs: Sequence[Any], timeout: float = float("inf")) -> list[Any]:
         """What the ranks return, as soon as all have, or one has died, or the others have waited for it in vain."""
         answers: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         waiting = {ref: rank for rank, ref in enumerate(refs)}
-        limit = float("inf")
+        limit = time.monotonic() + timeout
         while waiting and (left := limit - time.monotonic()) > 0:
             done, _ = ray.wait(list(waiting), timeout=None if left == float("inf") else left)
             for ref in done:
@@ -215,10 +228,10 @@ class RemoteSender:
         """Leave the group."""
         self._rank.transfer.remote(self._number, "close")
 
-    def ask(self, name: str, *arguments: Any, **options: Any) -> Any:
+    def ask(self, name: str, *arguments: Any) -> Any:
         """Call the sender in its rank."""
         try:
-            return ray.get(self._rank.transfer.remote(self._number, name, *arguments, **options),
+            return ray.get(self._rank.transfer.remote(self._number, name, *arguments),
                            timeout=self._timeout + LAST_WORDS)
         except GetTimeoutError:
             raise RunFailed(f"actor rank 0 did not answer within {self._timeout:g} s ({name})") from None

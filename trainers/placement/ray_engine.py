@@ -271,11 +271,20 @@ class RayVllmEngine(VllmEngine):
         return weights.buckets(self._dtype, self._spec.backend)
 
     async def take(self, bucket: Any) -> None:
-        """Have one bucket sent."""
+        """Have one bucket sent.
+
+        Raises:
+            ActorLost: a rank died, and nothing may be wrong with the engine.
+        """
         if self._source is not bucket.source:
             # Another actor than before, as it was started again.
             self._sender, self._source = None, bucket.source
-        await super().take(bucket)
+        try:
+            await super().take(bucket)
+        except RunFailed:
+            # When a rank dies, the engine's part of the transfer fails too, and may be the first to say so.
+            await asyncio.to_thread(bucket.source.check)
+            raise
 
     def _make_sender(self, bucket: RemoteBucket) -> RemoteSender:
         return bucket.source.sender(self._spec.backend, self._spec.workers, self._transfer_timeout)

@@ -113,7 +113,8 @@ class Rank:
     async def transfer(self, number: int, name: str, *arguments: Any) -> Any:
         """Make the sender of an engine, named by a number, or call it; each has a thread of its own."""
         if name == "open":
-            self._senders[number] = Sender(*arguments, address=self._address), ThreadPoolExecutor(1)
+            *arguments, timeout = arguments
+            self._senders[number] = Sender(*arguments, self._address, timeout), ThreadPoolExecutor(1)
             return None
         sender, thread = self._senders[number]
         if name == "close":

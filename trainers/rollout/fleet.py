@@ -14,6 +14,7 @@ import torch
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Generation
 
+from ..actor.actor import ActorLost
 from .busy_clock import BusyClock
 from .engine import Request, RolloutEngine
 from .router import Router
@@ -213,6 +214,8 @@ class EngineFleet:
         for member, result in zip(members, results, strict=True):
             if isinstance(result, BaseException):
                 self._drop(member, result)
+        if lost := next((result for result in results if isinstance(result, ActorLost)), None):
+            raise lost
         return [result for result in results if not isinstance(result, BaseException)]
 
     @property

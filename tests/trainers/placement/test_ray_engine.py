@@ -1,0 +1,254 @@
+"""vLLM behind Ray: weights from ranks to engines, requests from other processes, and what is left when one dies."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from molt_gym.errors import PromptTooLong, RunFailed
+from molt_gym.tokens import Renderer, Sampling
+from molt_gym.trainers.actor.actor import ActorLost
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.rollout.engine import Request
+from molt_gym.trainers.rollout.fleet import EngineFleet
+
+ray = pytest.importorskip("ray")
+ray_actor = pytest.importorskip("molt_gym.trainers.placement.ray_actor")
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"),
+              pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+
+PLACE = {"num_cpus": 1}
+PROMPTS = [[5, 7, 9], [1, 40, 290, 17, 200], list(range(20, 60))]
+PROBE = list(range(5, 60))
+WAIT = 120.0
+
+
+async def within(*futures: Any) -> list[Any]:
+    return await asyncio.wait_for(asyncio.gather(*futures), WAIT)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def make(cluster: Any, wide_path: Path, renderer: Renderer) -> Iterator[Callable[..., Any]]:
+    """Makes engines that are closed after the module."""
+    from molt_gym.trainers.placement.ray_engine import RayVllmEngine
+
+    made = []
+
+    def engine(**options: Any) -> Any:
+        made.append(RayVllmEngine(wide_path, renderer, PLACE, **{
+            "dtype": torch.float32, "max_context": 256, "max_sequences": 8} | options))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        asyncio.run(one.close())
+
+
+@pytest.fixture(scope="module")
+def engines(make: Callable[..., Any]) -> list[Any]:
+    return [make(), make()]
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: Any, wide_path: Path) -> Iterator[Callable[[int], Any]]:
+    made = []
+
+    def actor(ranks: int) -> Any:
+        sizes = {"rollout__max_tokens": 64, "rollout__max_context": 256, "actor__world_size": ranks}
+        config = load_config("Any-v0", overrides={"actor__lr": 0.02, **sizes})
+        made.append(ray_actor.RayActor(ActorSpec(str(wide_path), config, torch.float32, 10), [PLACE] * ranks))
+        return made[-1]
+
+    yield actor
+    for one in made:
+        one.close()
+
+
+async def update(engines: list[Any], actor: Any, version: int) -> None:
+    await within(*(engine.pause() for engine in engines))
+    await within(*(engine.begin_update() for engine in engines))
+    packed = engines[0].pack(actor.weights())
+    while (bucket := await asyncio.to_thread(next, packed, None)) is not None:
+        await within(*(engine.take(bucket) for engine in engines))
+    await within(*(engine.end_update(version) for engine in engines))
+    await within(*(engine.resume() for engine in engines))
+
+
+def host(engine: Any) -> int:
+    """The number of vLLM's process."""
+    return ray.get(engine._host.handle.__ray_call__.remote(lambda actor: actor._host.pid))
+
+
+def pending(engine: Any) -> int:
+    return ray.get(engine._host.handle.__ray_call__.remote(lambda actor: len(actor._host._calls)))
+
+
+def alive(group: int) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+async def test_engines_take_the_weights_of_an_actors_ranks_and_of_the_one_after_it(
+    engines: list[Any], actors: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = actors(2)
+    for version in (1, 2, 3):
+        await update(engines, actor, version)
+        expected = actor.logprobs(PROBE)
+        for engine in engines:
+            assert engine.version == version
+            assert await engine.score(PROBE) == pytest.approx(expected, abs=1e-4)
+        if version == 2:
+            # The ranks are replaced by fewer.
+            actor.save(tmp_path / "state")
+            actor.close()
+            actor = actors(1)
+            actor.load(tmp_path / "state")
+            assert actor.logprobs(PROBE) == pytest.approx(expected, abs=1e-5)
+        row = TrainRow(PROBE, [0, *[1] * (len(PROBE) - 1)], [-1.0] * len(PROBE), 1.0, 0.01, 0, 0)
+        actor.train([[row]])
+        assert max(abs(a - b) for a, b in zip(actor.logprobs(PROBE), expected, strict=True)) > 0.01
+    actor.close()
+
+
+@ray.remote(num_cpus=1)
+class Asker:
+    """Asks an engine from a process of its own."""
+
+    async def ask(self, proxy: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+        requests = [Request(prompt, Sampling(**sampling)) for prompt in prompts]
+        return await asyncio.wait_for(asyncio.gather(*proxy.submit(requests), return_exceptions=True), WAIT)
+
+
+async def test_a_proxy_in_another_process_asks_the_engine_and_refuses_what_leaves_no_room(engines: list[Any]) -> None:
+    engine = engines[0]
+    await within(engine.pause(), engine.resume())
+    busy = engine.busy_seconds
+    asker = Asker.remote()
+    *replies, refused, capped = await asker.ask.remote(
+        engine.proxy(), [*PROMPTS, [5] * 256, [5] * 250], temperature=1.0, max_tokens=20, seed=3)
+    for prompt, reply in zip(PROMPTS, replies, strict=True):
+        assert set(reply.versions) == {engine.version}
+        scores = await engine.score(prompt + reply.ids)
+        assert reply.logprobs == pytest.approx(scores[len(prompt) - 1 :], abs=1e-4)
+    assert isinstance(refused, PromptTooLong)
+    assert len(capped.ids) <= 6
+    await within(engine.pause())
+    assert engine.busy_seconds > busy
+    await engine.resume()
+    ray.kill(asker)
+    assert engine.proxy() == engine.proxy() != engines[1].proxy()
+    assert len({engine.proxy(), engine.proxy()}) == 1
+
+
+async def test_a_request_that_is_cancelled_leaves_the_engine(engines: list[Any]) -> None:
+    engine = engines[0]
+    await within(engine.pause())
+    # While paused none of them comes to an end by itself.
+    futures = engine.proxy().submit([Request(prompt, Sampling(max_tokens=20)) for prompt in PROMPTS])
+    futures += engine.submit([Request([7], Sampling(max_tokens=20))])
+    await until(lambda: pending(engine) == 4)
+    for future in futures[1:]:
+        future.cancel()
+    await until(lambda: pending(engine) == 1)
+    await engine.resume()
+    assert (await within(futures[0]))[0].ids
+    assert engine.ended is None
+
+
+async def test_an_engine_that_is_killed_in_an_update_is_told_everywhere_and_the_other_is_updated(
+    engines: list[Any], make: Callable[..., Any], actors: Callable[[int], Any]
+) -> None:
+    other, engine = engines[0], make()
+    actor = actors(1)
+    await update([other, engine], actor, 4)
+    proxy, group = engine.proxy(), host(engine)
+    await within(other.pause(), engine.pause())
+    (future,) = proxy.submit([Request([7], Sampling(max_tokens=20))])
+    known = []
+    future.add_done_callback(lambda _: known.append(proxy.ended))
+    await within(other.begin_update(), engine.begin_update())
+    packed = other.pack(actor.weights())
+    bucket = next(packed)
+    os.kill(group, signal.SIGKILL)
+    good, bad = await asyncio.wait_for(asyncio.gather(other.take(bucket), engine.take(bucket), return_exceptions=True),
+                                       WAIT)
+    assert good is None and isinstance(bad, RunFailed) and not isinstance(bad, ActorLost)
+    assert next(packed, None) is None
+    await within(other.end_update(5), until(lambda: engine.ended is not None))
+    await other.resume()
+    assert "exit code -9" in str(engine.ended) and "engine.log" in str(engine.ended)
+    with pytest.raises(RunFailed, match="exit code -9"):
+        await asyncio.wait_for(future, WAIT)
+    # Whoever routes requests must know by then, or it would take the request for a bad one.
+    assert isinstance(known[0], RunFailed)
+    with pytest.raises(RunFailed):
+        await proxy.submit([Request([7], Sampling(max_tokens=20))])[0]
+    assert await other.score(PROBE) == pytest.approx(actor.logprobs(PROBE), abs=1e-4)
+    await until(lambda: not alive(group))
+    await engine.close()
+    actor.close()
+
+
+async def test_an_actor_that_is_killed_ends_its_engine_and_leaves_no_process(make: Callable[..., Any]) -> None:
+    engine = make()
+    await within(engine.pause())
+    proxy, group = engine.proxy(), host(engine)
+    assert alive(group)
+    (future,) = proxy.submit([Request([7], Sampling(max_tokens=20))])
+    await until(lambda: pending(engine) == 1)
+    os.kill(ray.get(engine._host.handle.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    await until(lambda: engine.ended is not None and proxy.ended is not None)
+    with pytest.raises(RunFailed, match="actor died"):
+        await asyncio.wait_for(future, WAIT)
+    await until(lambda: not alive(group))
+    await engine.close()
+
+
+async def test_a_rank_that_dies_in_an_update_of_engines_is_named_as_the_reason(
+    engines: list[Any], actors: Callable[[int], Any]
+) -> None:
+    # The last test of these engines, whose weights are a mixture then.
+    actor, waiting = actors(2), iter(engines)
+    fleet = EngineFleet(lambda: next(waiting), 1, 0)
+    await fleet.pause()
+    await fleet.update_weights(actor.weights(), 6)
+    take = engines[0].take
+
+    async def take_and_die(bucket: Any) -> None:
+        pid = ray.get(actor._ranks[0].__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(pid, signal.SIGKILL)
+        await take(bucket)
+
+    engines[0].take = take_and_die
+    with pytest.raises(ActorLost, match="actor rank 0"):
+        await asyncio.wait_for(fleet.update_weights(actor.weights(), 7), WAIT)
+    await fleet.close()
+
+
+def test_an_engine_that_does_not_start_says_why(make: Callable[..., Any]) -> None:
+    engine = make(engine_args={"max_num_batched_tokens": -5})
+    with pytest.raises(RunFailed, match=r"(?s)exit code.*engine\.log.*max_num_batched_tokens"):
+        engine.wait()
+    assert isinstance(engine.ended, RunFailed)
