@@ -36,6 +36,7 @@ import molt_gym
 from molt_gym import ChatEnv, Turn
 from molt_gym.messages import Message, text_of
 from molt_gym.tokens import Sampling
+from molt_gym.trainers.batch import sampled_tokens
 from molt_gym.trainers.loop import Loop
 from molt_gym.trainers.rollout.engine import Request
 
@@ -94,21 +95,18 @@ class Record:
 
     def watch(self, loop: Loop) -> None:
         """From now on."""
-        parts = {loop.engine: ("pause", "update_weights", "resume"), loop.sampler: ("check_parity",),
-                 loop.actor: ("train",)}
-        for owner, name in ((owner, name) for owner, names in parts.items() for name in names):
+        for owner, name in ((loop.engine, "pause"), (loop.engine, "update_weights"), (loop.engine, "resume"),
+                            (loop.sampler, "check_parity"), (loop.actor, "train")):
             setattr(owner, name, self.timed(name, getattr(owner, name)))
-        runner = loop.pool._runner
-        original = runner.play
+        original = loop.pool._runner.play
 
         async def play(ticket: Any) -> Any:
             started = time.perf_counter()
             trajectory = await original(ticket)
-            tokens = sum(row.stats.sampled for row in trajectory.rows)
-            self.plays.append((started, time.perf_counter(), tokens))
+            self.plays.append((started, time.perf_counter(), sampled_tokens([trajectory])))
             return trajectory
 
-        runner.play = play
+        loop.pool._runner.play = play
 
     async def look(self, loop: Loop) -> None:
         """Until cancelled."""
@@ -116,11 +114,11 @@ class Record:
             self.busy.append((time.perf_counter(), loop.engine.busy_seconds))
             await asyncio.sleep(TICK)
 
-    def table(self, in_flight: int) -> dict[str, str]:
+    def table(self, batch: int) -> dict[str, str]:
         """The numbers, from the end of the first step's update to that of the last."""
         updates = [(a, b) for (a, _), (_, b) in zip(self.spans["pause"], self.spans["check_parity"], strict=True)][1:]
         begin, end, steps = updates[0][1], updates[-1][1], len(updates) - 1
-        full = without(full_spans(self.plays, in_flight, begin, end), updates)
+        full = without(full_spans(self.plays, batch, begin, end), updates)
         calm = without(full, self.spans["train"])
         worked = 0.0
         for (a, before), (b, after) in pairwise(self.busy):
@@ -132,11 +130,11 @@ class Record:
             "in training while the pool is full, tokens/s": f"{rate(self.plays, full, updates):,.0f}",
             "ratio": f"{rate(self.plays, full, updates) / self.alone:.2f}",
             "ratio while the actor does not train": f"{rate(self.plays, calm, updates) / self.alone:.2f}",
-            "share of the time in which the pool is full": f"{length(full) / (end - begin):.0%}",
-            "of that the actor does not train": f"{length(calm) / length(full):.0%}" if full else "none",
+            "time in which the pool is full": f"{length(full) / (end - begin):.0%}",
+            "time in which it is and the actor does not train": f"{length(calm) / (end - begin):.0%}",
             "tokens/s over whole steps": f"{total:,.0f}", "step, mean": f"{(end - begin) / steps:.2f} s",
             "of it the actor trains": f"{shared([(begin, end)], self.spans['train']) / steps:.2f} s",
-            "neither engine nor actor works": f"{1 - worked / (end - begin):.1%}",
+            "time in which neither engine nor actor works": f"{1 - worked / (end - begin):.1%}",
         }
         return rows | {f"weight update: {label}, mean": f"{1e3 * fmean(b - a for a, b in self.spans[name][2:]):.0f} ms"
                        for name, label in PHASES.items()}
@@ -166,13 +164,13 @@ def without(spans: Spans, others: Spans) -> Spans:
     return spans
 
 
-def full_spans(plays: Iterable[tuple[float, float, int]], in_flight: int, begin: float, end: float) -> Spans:
-    """When at least nine tenths of `in_flight` rollouts were, as a group is replaced when its last one has ended."""
+def full_spans(plays: Iterable[tuple[float, float, int]], batch: int, begin: float, end: float) -> Spans:
+    """When at least nine tenths as many rollouts as a batch has were in flight: a group is replaced as a whole."""
     events = sorted(event for a, b, _ in plays for event in ((a, 1), (b, -1)))
     spans, flying = [], 0
     for (at, change), (after, _) in pairwise(events):
         flying += change
-        if flying >= 0.9 * in_flight and (a := max(at, begin)) < (b := min(after, end)):
+        if flying >= 0.9 * batch and (a := max(at, begin)) < (b := min(after, end)):
             spans.append((a, b))
     return spans
 
@@ -213,9 +211,9 @@ def train(folder: Path, out: Path, max_staleness: int, options: argparse.Namespa
         finally:
             looking.cancel()
 
+    groups = options.rollouts // GROUP - max_staleness
     Loop.run = run
     try:
-        groups = options.rollouts // GROUP - max_staleness
         molt_gym.train(
             "Arithmetic-v0", folder, out=out, steps=options.steps, engine="vllm", placement=options.placement,
             env_kwargs={"length": options.prompt}, eval={"before": False, "after": False}, checkpoint={"every": 0},
@@ -226,7 +224,7 @@ def train(folder: Path, out: Path, max_staleness: int, options: argparse.Namespa
                      "engine_args": {"gpu_memory_utilization": 0.5} if cuda else {}})
     finally:
         Loop.run = original
-    return record.table(options.rollouts)
+    return record.table(groups * GROUP)
 
 
 def describe() -> str:
@@ -259,11 +257,8 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=["tiny", "qwen3-0.6b"], default="tiny")
-    parser.add_argument("--rollouts", type=int, default=32, help="in flight")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--engines", type=int, default=1)
+    for name, default in {"rollouts": 32, "steps": 4, "prompt": 128, "tokens": 256, "engines": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--placement", choices=["local", "ray"], default="local")
     parser.add_argument("--result", help="name of a file in benchmarks/results")
     main(parser.parse_args())
