@@ -29,7 +29,7 @@ from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
-from .step_metrics import engine_metrics, rates, rollout_metrics
+from .step_metrics import fault_metrics, rates, rollout_metrics
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class Loop:
         times["time/weights"] = time.perf_counter() - sent
         times["time/generate"] = self.engine.busy_seconds - busy
         times["time/step"] = time.perf_counter() - started
-        metrics |= times | engine_metrics(self.engine)
+        metrics |= times | fault_metrics(self.sampler.take_faults())
         metrics |= rates(metrics, batch.played, groups)
         if self.losses:
             metrics["actor/restarts"] = len(self.losses)

@@ -168,6 +168,10 @@ class Sampler:
         """End the engine."""
         await self.engine.close()
 
+    def take_faults(self) -> dict[str, int]:
+        """What had to be started or sent again since the last call, for an engine that counts it."""
+        return getattr(self.engine, "take_faults", dict)()
+
     def pending(self) -> list[tuple[str, float]]:
         """What each rollout waits for, and for how many seconds already."""
         return [rollout for runner in self._runners for rollout in runner.pending()]

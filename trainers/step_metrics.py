@@ -1,13 +1,12 @@
 """The rollout half of a step's metrics line."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
 from molt_gym.tokens import Trajectory
 
 from .batch import sampled_tokens
-from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch
 
 PASS_REWARD = 1.0
@@ -22,9 +21,8 @@ def passes(trajectory: Trajectory) -> bool:
     return (score if isinstance(score, int | float) else trajectory.reward) >= PASS_REWARD
 
 
-def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
-    """What it took to go on when engines ended, for an engine that counts it; the counts begin anew."""
-    faults: dict[str, int] = getattr(engine, "take_faults", dict)()
+def fault_metrics(faults: Mapping[str, int]) -> dict[str, float]:
+    """What it took to go on when engines and runners ended."""
     return {f"rollout/{name}": count for name, count in faults.items()}
 
 

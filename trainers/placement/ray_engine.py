@@ -243,6 +243,7 @@ class RayVllmEngine(VllmEngine):
                  **settings: Any) -> None:
         cuda = bool(options.get("num_gpus")) or devices is not None
         self._busy, self._source = 0.0, None
+        self._proxy: EngineProxy | None = None
         super().__init__(Path(path).absolute(), renderer, cuda=cuda,
                          host=partial(RayHost, options=options, devices=devices), **settings)
 
@@ -252,8 +253,10 @@ class RayVllmEngine(VllmEngine):
         return self._busy
 
     def proxy(self) -> EngineProxy:
-        """What others send requests to."""
-        return EngineProxy(self._host.handle, self._vocabulary, self.max_context)
+        """What others send requests to; the same at each call."""
+        if self._proxy is None:
+            self._proxy = EngineProxy(self._host.handle, self._vocabulary, self.max_context)
+        return self._proxy
 
     async def pause(self) -> None:
         """Stop between two tokens."""

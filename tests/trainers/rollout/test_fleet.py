@@ -14,7 +14,6 @@ from molt_gym.tokens import Generation, Sampling
 from molt_gym.trainers.rollout import router as router_module
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.fleet import EngineFleet
-from molt_gym.trainers.step_metrics import engine_metrics
 
 WAIT = 10.0
 MAX_RESTARTS = 8
@@ -287,8 +286,8 @@ async def test_what_an_engine_that_dies_had_in_flight_is_sent_again_as_it_was(fl
     sampled = await asyncio.gather(*replies)
     assert [reply.ids for reply in sampled] == [[1], [1, 1], [1], [1, 1]]
     await started(shop, 3)
-    assert engine_metrics(fleet) == {"rollout/engine_restarts": 1, "rollout/requeued": 2}
-    assert engine_metrics(fleet) == {"rollout/engine_restarts": 0, "rollout/requeued": 0}
+    assert fleet.take_faults() == {"engine_restarts": 1, "requeued": 2}
+    assert fleet.take_faults() == {"engine_restarts": 0, "requeued": 0}
 
 
 async def test_an_engine_that_died_idle_gets_no_requests(fleet, shop):
