@@ -1,6 +1,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +126,19 @@ def test_a_built_in_function_is_imported_when_it_is_called_for(tmp_path, monkeyp
     registry = importlib.import_module("my_registry").REGISTRY
     assert registry.traits("late").ceiling and "my_home" not in sys.modules
     assert registry.function("late")() == 3 and registry.traits("late").ceiling
+
+
+def test_the_example_of_the_documentation_works(own_file):
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (own_file / "my_algorithms.py").write_text(text.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    batch = TokenBatch(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1, 2]))
+    median, _ = estimate_token_advantages("my_algorithms:median_baseline", batch)
+    assert median.tolist() == [0, 0, -1, 4]
+    last, _ = estimate_token_advantages("my_algorithms:last_tokens", batch)
+    assert last.mean().abs() < 1e-12 and last[0] == last[2] < last[1] < last[3]
+    logp = torch.zeros(2, requires_grad=True)
+    loss, _ = policy_loss("my_algorithms:soft_clip", logp, torch.zeros(2), torch.ones(2), torch.full((2,), 0.5),
+                          torch.zeros(2, dtype=torch.long))
+    loss.backward()
+    assert loss.item() == 0 and logp.grad.tolist() == [-0.5, -0.5]
+    assert problems(Settings(estimator="my_algorithms:median_baseline", loss="my_algorithms:soft_clip")) == []
