@@ -156,9 +156,11 @@ def test_a_run_whose_rollouts_all_fail_stops_with_counts_by_reason_and_exports_n
 
 
 def test_more_failures_than_are_allowed_stop_a_run(train: Train) -> None:
-    with pytest.raises(RunFailed, match="of 8 rollouts of step 1 failed .step_error .*max_failure_rate = 0.1 allows"):
-        train(steps=2, env_kwargs={"trouble": "raise in step", "share": 0.3}, eval__before=False,
-              rollout__max_failure_rate=0.1)
+    options = {"env_kwargs": {"trouble": "raise in step", "share": 0.1}, "eval__before": False}
+    with pytest.raises(RunFailed, match="of 32 rollouts of step 1 failed .step_error .*max_failure_rate = 0.0 allows"):
+        train(rollout__groups_per_step=8, rollout__max_failure_rate=0.0, **options)
+    with pytest.raises(RunFailed, match="of 32 rollouts .*failures.budgets.step_error = 0.01 allows"):
+        train(rollout__groups_per_step=8, failures__budgets__step_error=0.01, **options)
 
 
 def test_a_run_that_fails_later_has_saved_what_it_had_learned(
