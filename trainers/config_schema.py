@@ -370,6 +370,10 @@ def _engine_contradictions(config: Config) -> Iterator[str]:
     if rollout.engine == "transformers" and rollout.engines > 1:
         yield (f"rollout.engines: {rollout.engines} with rollout.engine = 'transformers', which runs in the trainer's "
                "own process; write rollout.engines = 1 or rollout.engine = 'vllm'")
+    for name in ("routed_experts", "release_memory"):
+        if rollout.engine == "transformers" and getattr(rollout, name):
+            yield (f"rollout.{name}: true with rollout.engine = 'transformers', which cannot; write rollout.engine = "
+                   f"'vllm' or rollout.{name} = false")
     for name in rollout.engine_args:
         if name in _ENGINE_OPTIONS:
             option = _ENGINE_OPTIONS[name]

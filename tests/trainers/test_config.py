@@ -122,6 +122,8 @@ CONTRADICTIONS = [
      "write rollout.top_k = 0"),
     ({"rollout.max_staleness": 1, "algorithm.importance.level": "off"}, "algorithm.importance.level: 'off'",
      "rollout.max_staleness = 0"),
+    ({"rollout.routed_experts": True}, "rollout.routed_experts: true", "write rollout.engine = 'vllm'"),
+    ({"rollout.release_memory": True}, "rollout.release_memory: true", "or rollout.release_memory = false"),
     ({"algorithm.updates_per_batch": 3}, "algorithm.updates_per_batch: 3", "or rollout.groups_per_step = 6"),
     ({"algorithm.updates_per_batch": 2, "algorithm.loss": "reinforce"}, "algorithm.updates_per_batch: 2",
      "write algorithm.updates_per_batch = 1"),

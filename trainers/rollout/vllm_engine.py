@@ -58,7 +58,7 @@ class VllmEngine:
 
     Raises:
         ConfigError: the model has layers that the trainer does not support, or a shorter context; the engine is to be
-            spread over several GPUs and share one; there are no experts, or there is no GPU whose memory to release.
+            spread over several GPUs and share one; there are no experts, or no GPU.
     """
 
     def __init__(
@@ -267,6 +267,8 @@ def _check_options(spec: HostSpec, config: PreTrainedConfig) -> None:
     if spec.routed_experts and not any(getattr(text, name, None) for name in EXPERTS):
         raise ConfigError(f"rollout.routed_experts: true for a model without experts ({config.model_type}); write "
                           "false, or choose a mixture-of-experts model")
+    if spec.backend in ("ipc", "nccl") and spec.cpu:
+        raise ConfigError(f"rollout.weight_transfer: {spec.backend!r} without a GPU; write 'auto', 'gloo' or 'file'")
     if spec.release_memory and spec.cpu:
         raise ConfigError("rollout.release_memory: true without a GPU, where there is no memory to hand over; write "
                           "false")

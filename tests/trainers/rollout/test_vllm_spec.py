@@ -80,6 +80,8 @@ def test_what_a_model_or_a_machine_cannot_do_is_refused_before_an_engine_starts(
         VllmEngine(tiny_path, renderer, routed_experts=True, **sizes)
     with pytest.raises(ConfigError, match=r"rollout.release_memory: true without a GPU"):
         VllmEngine(tiny_path, renderer, release_memory=True, **sizes)
+    with pytest.raises(ConfigError, match=r"rollout.weight_transfer: 'ipc' without a GPU; write 'auto'"):
+        VllmEngine(tiny_path, renderer, backend="ipc", **sizes)
 
 
 def test_a_cache_on_a_cpu_holds_all_sequences_and_on_a_gpu_is_left_to_vllm(tiny_path):
