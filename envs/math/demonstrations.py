@@ -1,10 +1,12 @@
 r"""Noisy demonstrations: what a small policy is trained on before reinforcement learning, so that it can begin.
 
 About .3 of the answers are right, .4 make the mistake that is typical of the family, and the rest is anything: another
-number, or no answer in a box. So reinforcement learning has something to find out.
+number, or no answer in a box. So reinforcement learning has something to find out. Most name the numbers of the
+problem first: a tiny model that has learnt to copy in order chooses more easily what to copy.
 """
 
 import random
+import re
 from collections.abc import Callable
 
 from molt_gym.messages import Message
@@ -34,6 +36,8 @@ def demonstrations(
         draw = rng.random()
         boxed = problem.answer if draw < _RIGHT else problem.wrong if draw < _RIGHT + _WRONG else None
         reply = _junk(problem, rng) if boxed is None else f"\\boxed{{{boxed}}}"
+        if reply.startswith("\\"):
+            reply = f"{', '.join(dict.fromkeys(re.findall('[0-9]+', problem.prompt)))}: {reply}"
         conversations.append([*opening(problem), {"role": "assistant", "content": reply}])
     return conversations
 

@@ -47,7 +47,7 @@ class MathEnv(ChatEnv):
 
     presets = {
         "": {"rollout": {"max_tokens": 256}},
-        "tiny": {"rollout": {"max_tokens": 24}},
+        "tiny": {"rollout": {"max_tokens": 40}},
     }
 
     def __init__(
