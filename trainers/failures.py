@@ -1,4 +1,4 @@
-"""How many rollouts of a step may fail, and for what reason.
+"""Which rollouts of a step failed after they had ended, and how many may fail, and for what reason.
 
 Invariant: a reason that has a budget counts against that alone, all others count together; a step in which nothing
 ended stops the run, whatever the budgets.
@@ -8,9 +8,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from molt_gym.errors import RunFailed
-from molt_gym.tokens import Trajectory
+from molt_gym.tokens import Failure, RowRef, Trajectory
 
+from .actor.actor import Actor
 from .config import Config
+
+
+def fail_lost_rows(groups: Sequence[Sequence[Trajectory]], actor: Actor) -> None:
+    """Rollouts whose rows lie elsewhere, and are lost, become failed ones; asks the ranks, and blocks."""
+    refs = [(trajectory, row.source) for group in groups for trajectory in group if trajectory.failure is None
+            for row in trajectory.rows if isinstance(row, RowRef)]
+    if refs:
+        for (trajectory, _), lost in zip(refs, actor.lost([source for _, source in refs]), strict=True):
+            if lost:
+                trajectory.failure = Failure("rows_lost", "the node that held its tokens has died", "")
 
 
 def check_failures(played: Sequence[Trajectory], config: Config, step: int) -> None:

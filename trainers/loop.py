@@ -23,7 +23,7 @@ from .batch import usable, windows
 from .checkpoint import load_state, newest_checkpoint, save_checkpoint
 from .config import Config
 from .evaluate import Evaluations
-from .failures import check_failures
+from .failures import check_failures, fail_lost_rows
 from .progress import Progress
 from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch, Pool
@@ -155,7 +155,8 @@ class Loop:
         started, busy = time.perf_counter(), self.engine.busy_seconds
         with self.watchdog.doing(f"rollouts of step {self.step + 1}"):
             batch = await self._served(self.pool.next_batch(self.step + 1))
-        times = {"time/rollout": time.perf_counter() - started}
+            times = {"time/rollout": time.perf_counter() - started}
+            await self._to_the_end(asyncio.to_thread(fail_lost_rows, batch.groups, self.actor))
         check_failures(batch.played, self.config, self.step + 1)
         self.exhausted = batch.exhausted
         if batch.groups:

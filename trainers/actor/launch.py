@@ -45,7 +45,7 @@ class LocalActor:
     def __init__(self, spec: ActorSpec) -> None:
         ranks = spec.config.actor.world_size
         self._ranks: list[tuple[BaseProcess, Connection]] = []
-        self.lost = False
+        self._lost = False
         # Ranks ignore SIGTERM, with which multiprocessing ends those that are left at exit.
         atexit.register(self.close)
         try:
@@ -135,7 +135,7 @@ class LocalActor:
         except Exception as error:
             words = self._words(LAST_WORDS)
             # A rank that breaks off leaves the first with a broken connection, which tells nothing.
-            if words and (self.lost or not isinstance(error, OSError)):
+            if words and (self._lost or not isinstance(error, OSError)):
                 raise self._failed(words[0]) from error
             raise
         self._confirm()
@@ -146,7 +146,7 @@ class LocalActor:
             raise self._failed(word)
 
     def _failed(self, word: str) -> RunFailed:
-        return (ActorLost if self.lost else RunFailed)(word)
+        return (ActorLost if self._lost else RunFailed)(word)
 
     def _words(self, timeout: float, silence: str | None = None) -> list[str]:
         """What went wrong in the other ranks."""
@@ -157,10 +157,10 @@ class LocalActor:
                 if pipe.poll(timeout):
                     answer = pipe.recv()
                 elif silence:
-                    self.lost = True
+                    self._lost = True
             except (EOFError, ConnectionError):
                 process.join(timeout=LAST_WORDS)
-                answer, self.lost = f"the process died (exit code {process.exitcode})", True
+                answer, self._lost = f"the process died (exit code {process.exitcode})", True
             if answer is not None:
                 words.append(f"actor rank {rank} of {len(self._ranks) + 1} failed: {answer}")
         return words
