@@ -192,6 +192,8 @@ class VllmEngine:
             await self.end_update(version)
         except BaseException as error:
             words = RunFailed(f"the engine ended as its weights were not updated: {error}")
+            if self._sender is not None:
+                self._sender.close()
             await asyncio.shield(asyncio.to_thread(self._host.close, words))
             raise
 

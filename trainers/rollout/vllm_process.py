@@ -36,7 +36,9 @@ class HostProcess:
     """Starts at once; calls queue until the engine is ready, which `ready` tells."""
 
     def __init__(self, spec: HostSpec) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix="molt-gym-vllm-"))
+        # vLLM's sockets are files in it, whose paths may have 107 characters.
+        folder = tempfile.gettempdir()
+        self.scratch = Path(tempfile.mkdtemp(prefix="molt-gym-vllm-", dir=folder if len(folder) < 45 else "/tmp"))
         self.log = self.scratch / "engine.log"
         self.ended: Exception | None = None
         self.ready: Future[int] = Future()

@@ -1,4 +1,7 @@
-from molt_gym.trainers.rollout.vllm_process import telling
+import tempfile
+
+from molt_gym.trainers.rollout.vllm_process import HostProcess, telling
+from molt_gym.trainers.rollout.vllm_spec import HostSpec
 
 LOG = """\
 (EngineCore pid=77) INFO 11-29 20:20:13 [core.py:402] init engine took 0.02 s
@@ -21,3 +24,14 @@ def test_of_a_log_the_error_of_vllms_own_process_is_told():
 def test_without_one_the_end_of_the_log_is_told():
     lines = [f"line {i}" for i in range(40)]
     assert telling("\n".join(lines)).splitlines() == lines[25:]
+
+
+def test_sockets_find_room_where_the_folder_of_temporary_files_has_a_long_path(tmp_path, monkeypatch):
+    folder = tmp_path / ("long-" * 12)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    host = HostProcess(HostSpec(str(tmp_path), "float32", 64, 1, (2,), "gloo", cpu=True))
+    host.close(RuntimeError("enough"))
+    # A socket is named by 36 characters.
+    assert len(str(host.scratch / ("x" * 36))) < 107
+    assert not host.scratch.exists()
