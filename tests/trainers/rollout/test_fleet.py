@@ -492,6 +492,12 @@ async def test_engines_that_were_left_with_half_of_the_weights_do_not_go_on(flee
         await updated(fleet, 2, weights())
     await settle()
     assert all("close" in engine.calls for engine in shop.made[:2])
+    await asyncio.wait_for(asyncio.create_task(updated(fleet, 3)), WAIT)
+    reply, = fleet.submit([request(0, 0, 0)])
+    for engine in shop.made[2:]:
+        engine.step()
+        engine.finish()
+    assert (await asyncio.wait_for(reply, WAIT)).versions == [3]
 
 
 async def test_weights_are_refused_while_the_engines_run(fleet):

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections import Counter
 
 import pytest
 
@@ -169,6 +170,52 @@ async def test_a_failed_rollout_has_no_score(pool_of):
     batch = await next_batch(pool_of(Plan(2, 2, dynamic_filter=(0.0, 1.0)), score=score, retries=1))
     assert groups(batch) == [0, 1] and [t.reward for t in batch.groups[0]] == [None, None]
     assert batch.retried == {"judge": 2}
+
+
+async def test_five_rollouts_that_fail_each_in_its_way_leave_the_other_27_and_their_slots(scripted):
+    asked, troubled, release, together = Counter(), {0, 2, 3, 5, 7}, threading.Event(), threading.Barrier(32)
+
+    def first(env) -> bool:
+        """Whether this is the first rollout of a group in which one fails."""
+        asked[env.index] += 1
+        return env.index in troubled and asked[env.index] == 1
+
+    def begin(env, index):
+        if index == 0 and first(env):
+            raise KeyError("no board")
+        return [{"role": "user", "content": "hi"}]
+
+    def answer(env, message):
+        if env.index and first(env):
+            if env.index == 2:
+                raise ZeroDivisionError("in step")
+            if env.index == 3:
+                raise EnvFailure("judge", "scoring")
+            if env.index == 5:
+                release.wait(60)
+            return Turn(reward={"oh": "no"}, terminated=True)
+        if env.index > 7:
+            together.wait(10)
+        return Turn(reward=1.0, terminated=True)
+
+    policy = as_policy(lambda observation: "yes")
+    runner = Runner("Test-v0", scripted(answer, begin=begin), lambda ticket, attempt: PolicySeat(policy),
+                    Limits(step_timeout=1.0, retries=0))
+    pool = Pool(runner, InOrder(16), Plan(8, 4), seed=0)
+    batch = await next_batch(pool)
+    failures = {t.index: t.failure for t in batch.played if t.failure is not None}
+    assert {index: failure.reason for index, failure in failures.items()} == {
+        0: "reset_error", 2: "step_error", 3: "judge", 5: "step_timeout", 7: "reward"}
+    for index, words in {0: "no board", 2: "in step", 3: "scoring", 5: "rollout.step_timeout", 7: "'oh'"}.items():
+        assert words in failures[index].message and "Traceback" in failures[index].traceback
+    assert [t.reward for t in batch.played if t.failure is None] == [1.0] * 27
+    assert all(t.reward is None for t in batch.played if t.failure is not None)
+    # All 32 must be in step at the same time to get out of it.
+    runner.limits = Limits()
+    batch = await next_batch(pool, 2)
+    assert [t.reward for t in batch.played] == [1.0] * 32
+    release.set()
+    runner.close()
 
 
 async def test_retries_are_counted_in_their_step_alone(pool_of):

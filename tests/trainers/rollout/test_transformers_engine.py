@@ -274,11 +274,16 @@ async def test_weights_are_refused_while_the_engine_runs(engine, tiny_model):
     assert engine.version == 0
 
 
+def fail() -> None:
+    raise ValueError("a rank died")
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda weights: [*weights, ("model.extra.weight", torch.zeros(2))], r"model\.extra\.weight of shape \(2,\)"),
     (lambda weights: weights[:-1], r"1 parameters were not sent, such as model\.norm\.weight"),
     (lambda weights: [*weights[:-1], ("model.norm.weight", torch.zeros(63))], r"model\.norm\.weight of shape \(63,\)"),
     (lambda weights: [*weights[:-1], ("model.norm.weight", torch.zeros(1))], r"model\.norm\.weight of shape \(1,\)"),
+    (lambda weights: (weights[number] if number < 3 else fail() for number in range(9)), "a rank died"),
 ])
 async def test_weights_that_do_not_fit_are_named_and_can_be_sent_again(
         engine, play, tiny_model, expected, change, message):
