@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .placement.placement import place
 from .progress import Progress, make_progress
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
-from .session import env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
+from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -136,7 +136,7 @@ def evaluate(
     if model is None or isinstance(model, str | os.PathLike):
         with make_progress() as progress:
             settings, resolved = configure(env, model, config, given, progress, default=default)
-        return run(_with_sampler(resolved, settings, lambda sampler: sampler.evaluate()))
+        return run(_with_sampler(resolved, settings, _score))
     settings = _load(env, None, config, given, preset=default)
 
     async def score() -> EvalResult:
@@ -165,7 +165,7 @@ def rollout(
         tasks = TaskStream(env_maker(settings).num_tasks(), settings.seed)
         pool = Pool(runner, tasks, Plan(n, 1), seed=settings.seed)
         try:
-            return (await pool.next_batch(0)).played
+            return [trajectory.fetched() for trajectory in (await pool.next_batch(0)).played]
         finally:
             await pool.close()
             await runner.aclose()
@@ -177,6 +177,11 @@ def rollout(
             env_maker(settings), settings.rollout.temperature, ordered=True))))
     settings = _load(env, None, config, given)
     return run(play(settings, policy_runner(as_policy(policy), env_maker(settings), settings)))
+
+
+async def _score(sampler: Sampler) -> EvalResult:
+    result = await sampler.evaluate()
+    return replace(result, trajectories=[trajectory.fetched() for trajectory in result.trajectories])
 
 
 async def _with_sampler(model: ResolvedModel, config: Config, use: Any) -> Any:

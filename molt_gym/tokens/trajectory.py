@@ -124,6 +124,11 @@ class Trajectory:
         text = _dumps(record, ensure_ascii=False)
         return text if text.isascii() or _SURROGATE_PAIR.search(text) else _dumps(record, ensure_ascii=True)
 
+    def fetched(self) -> "Trajectory":
+        """With messages and rows, wherever it was played; as it is where they are lost."""
+        line = self.record() if self.record is not None else None
+        return self if line is None else Trajectory.from_json(line.decode("utf-8", "surrogatepass"))
+
     @classmethod
     def from_json(cls, text: str) -> "Trajectory":
         """Read what `to_json` wrote.

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_gym.tokens import Failure, Row, Trajectory, read_jsonl, write_jsonl
+from molt_gym.tokens import Failure, Row, RowRef, Trajectory, read_jsonl, write_jsonl
+from molt_gym.tokens.trajectory import RowStats, json_line
 
 ANY_TEXT = st.text(
     st.characters(codec=None) | st.characters(categories=["Cs", "Cc"]) | st.sampled_from("\u2028\u2029\x85")
@@ -90,3 +91,27 @@ def test_what_has_no_json_form_is_refused_with_a_remedy():
 def test_a_row_whose_lists_differ_in_length_is_refused():
     with pytest.raises(ValueError, match=r"row\.logprobs"):
         Row([1, 2], [0, 1], [0.0], [-1, 0])
+
+
+# Rows and records elsewhere
+
+@pytest.mark.parametrize(("mask", "versions", "expected"), [
+    ([0, 0], [-1, -1], RowStats(2, 0, 0, -1, 0)), ([], [], RowStats(0, 0, 0, -1, 0)),
+    ([0, 1, 1, 0, 1], [-1, 4, 5, -1, 5], RowStats(5, 3, 2, 4, 14)), ([1, 0, 1, 1, 1], [9, -1, 0, 2, 2],
+                                                                     RowStats(5, 4, 3, 0, 13))])
+def test_a_row_tells_its_statistics(mask, versions, expected):
+    assert Row([7] * len(mask), mask, [0.0] * len(mask), versions).stats == expected
+
+
+def test_a_record_from_elsewhere_is_written_as_it_is_and_without_it_what_is_here(tmp_path):
+    whole = trajectory(ODD_LINES)
+    told = Trajectory("CodeExec-v0", 7, rows=[RowRef("there", 0, whole.rows[0].stats)], reward=0.5)
+    told.record = lambda: json_line(whole)
+    lost = Trajectory("CodeExec-v0", 7, rows=told.rows, reward=0.5)
+    lost.record = lambda: None
+    path = tmp_path / "rollouts.jsonl"
+    write_jsonl(path, [whole, told, lost])
+    one, two, three = path.read_bytes().splitlines(keepends=True)
+    assert one == two and read_jsonl(path)[1] == whole
+    assert read_jsonl(path)[2] == Trajectory("CodeExec-v0", 7, reward=0.5)
+    assert told.fetched() == whole and lost.fetched() is lost and whole.fetched() is whole
