@@ -43,9 +43,10 @@ class EnvMaker:
 
     def __call__(self) -> gym.Env:
         """A new env."""
-        # In another process nothing may have registered it.
+        env = make(self.spec, **self.kwargs)
+        # In another process nothing may have registered it, and envs look themselves up.
         gym.registry.setdefault(self.spec.id, self.spec)
-        return make(self.spec, **self.kwargs)
+        return env
 
     @property
     def is_agent(self) -> bool:
