@@ -1,15 +1,16 @@
 """Coroutines that a signal asks to end.
 
 Invariant: the first Ctrl-C or SIGTERM cancels the work, which then saves what it has; later ones do not disturb that.
-Where others handle the signals already, they are left to them.
+Where others handle the signals already, they are left to them; who is started later and takes them over, as Ray does in
+the main thread, must be started in another one.
 """
 
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
@@ -45,18 +46,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             with suppress(asyncio.CancelledError, KeyboardInterrupt):
                 result.exception()
         raise
-
-
-@contextmanager
-def signals_kept() -> Iterator[None]:
-    """Put handlers of signals back that the block replaces, as ray.init does."""
-    before = {number: signal.getsignal(number) for number in _DEFAULTS}
-    try:
-        yield
-    finally:
-        if current_thread() is main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _defaults() -> list[signal.Signals]:

@@ -1,6 +1,7 @@
 """Runs in processes of their own that are killed, interrupted or told to end, and go on as if nothing had been."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -28,12 +29,12 @@ def straight(train: Train) -> Path:
     return train(steps=STEPS, **OPTIONS).run_dir
 
 
-def started(out: Path, model: Path) -> subprocess.Popen:
-    """The same run as a command."""
+def started(out: Path, model: Path, **more: Any) -> subprocess.Popen:
+    """The same run as a command; `more` are further options."""
     small = {
         "rollout.groups-per-step": 2, "rollout.group-size": 4, "rollout.max-tokens": 8, "rollout.max-context": 256,
         "eval.episodes": 2, "actor.lr": 3e-3, "actor.dtype": "float32",
-    } | {name.replace("__", ".").replace("_", "-"): value for name, value in OPTIONS.items()}
+    } | {name.replace("__", ".").replace("_", "-"): value for name, value in (OPTIONS | more).items()}
     words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "molt_gym", "train", "toy_envs:Letters-v0", "--model", model, "--out", out,
                "--seed", "1", "--steps", str(STEPS), *words]
@@ -42,7 +43,7 @@ def started(out: Path, model: Path) -> subprocess.Popen:
 
 def popen(command: list[Any]) -> subprocess.Popen:
     # What runs in the background of a shell ignores Ctrl-C, and so would its children.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
@@ -113,6 +114,30 @@ def test_a_run_that_is_told_to_end_saves_says_where_and_goes_on_from_there(
     assert not (folder / "model").exists()
     train(folder, steps=STEPS)
     assert_same(folder, straight)
+
+
+def test_signals_to_all_processes_of_a_run_again_and_again_lose_nothing(
+    train: Train, tiny_path: Path, tmp_path: Path
+) -> None:
+    two, folder = {"actor__world_size": 2}, tmp_path / "preempted"
+    process = started(folder, tiny_path, **two)
+    try:
+        wait_for_lines(folder, 4, process)
+        # As Slurm does before it kills, while somebody presses Ctrl-C.
+        for sent in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.killpg(process.pid, sent)
+            time.sleep(0.02)
+        output = process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 143, output
+    best = newest_checkpoint(folder / "checkpoints")
+    assert f"saved as {best}; go on with --resume {folder}" in output
+    assert "already ending" in output and "Traceback" not in output
+    result = train(folder, steps=STEPS, **two)
+    assert [line["step"] for line in result.metrics if "eval/when" not in line] == list(range(1, STEPS + 1))
+    played = [t.group for file in (folder / "rollouts").iterdir() for t in read_jsonl(file) if t.rollout == 0]
+    assert sorted(played) == list(range(2 * STEPS))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
