@@ -45,9 +45,6 @@ class PlayActor:
         self._sampler = Sampler(Path(path), config, engine=self._router)
         self._runners: dict[int, Runner] = {}
 
-    async def ready(self) -> None:
-        """Returns when it has started."""
-
     async def set_engines(self, engines: Sequence[Target] | None) -> None:
         """Those that have the newest weights; None for the same as before."""
         if engines is None:

@@ -127,15 +127,14 @@ class RayPlayers:
         ours = {"max_concurrency": CALLS, "max_restarts": 0, "max_task_retries": 0}
         player = _Player(options, ray.remote(PlayActor).options(**ours | options).remote(*self._arguments))
         # Calls begin in the order in which they were sent: whoever plays knows the engines.
-        player.handle.set_engines.remote(self._engines)
+        told = player.handle.set_engines.remote(self._engines)
         self._players.append(player)
-        task = asyncio.create_task(self._watch(player))
+        task = asyncio.create_task(self._watch(player, told))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
-    async def _watch(self, player: _Player) -> None:
-        if await self._answered(player, player.handle.ready.remote(), self._start_timeout):
-            player.ready = True
+    async def _watch(self, player: _Player, told: Any) -> None:
+        player.ready = await self._answered(player, told, self._start_timeout)
 
     async def _tell(self, player: _Player, engines: list[Target] | None) -> None:
         ref = player.handle.set_engines.remote(engines)
@@ -148,8 +147,6 @@ class RayPlayers:
             await asyncio.wait_for(_awaited(ref), timeout)
         except TimeoutError:
             self.replace(player, TimeoutError(f"no answer within {timeout:g} s"))
-        except RayTaskError:
-            raise
         except RayError as error:
             self.replace(player, error)
         else:
