@@ -6,6 +6,8 @@ The column of answers holds one of
 - the answer alone, in LaTeX or as a number.
 """
 
+import math
+from decimal import Decimal
 from typing import Any
 
 from molt_gym.errors import EnvFailure
@@ -65,8 +67,8 @@ class Dataset:
 
 def gold_answer(value: Any) -> str | None:
     """The answer that a row gives; None: it gives none."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
-        return repr(int(value)) if value in (float("inf"), -float("inf")) else f"{value}"
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        value = f"{Decimal(str(value)):f}"
     if not isinstance(value, str):
         return None
     _, marked, answer = value.rpartition("####")

@@ -103,7 +103,10 @@ class _Worker:
 
     def compare(self, gold: str, answer: str, seconds: float) -> tuple[bool | None, bool]:
         """The verdict, and whether the worker can go on."""
-        self.connection.send_bytes(json.dumps([gold, answer, seconds]).encode())
+        try:
+            self.connection.send_bytes(json.dumps([gold, answer, seconds]).encode())
+        except ConnectionError as error:
+            raise EnvFailure("grader", f"a worker is gone: {error}") from error
         said = self._receive(seconds)
         if said:
             return said[:1] == b"1", said[1:] != b"r"
