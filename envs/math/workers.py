@@ -7,6 +7,7 @@ Invariants: a call returns within its limit and two seconds of the start of a co
 end with their parent, at the latest when a verdict is overdue.
 """
 
+import atexit
 import importlib.util
 import json
 import os
@@ -154,6 +155,12 @@ _pool = _Pool()
 def _new_pool() -> None:
     global _pool
     _pool = _Pool()
+
+
+@atexit.register
+def _end_idle() -> None:
+    for worker in _pool.idle:
+        worker.end()
 
 
 # The workers of the parent answer the parent.

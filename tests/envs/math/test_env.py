@@ -109,7 +109,10 @@ def test_a_bad_row_is_refused_by_index_and_column(tmp_path, row, message):
         env.reset(options={"index": 1})
 
 
-@pytest.mark.parametrize(("value", "answer"), [(18, "18"), (2.5, "2.5"), ("a #### b #### c ", "c"), (1e-5, "0.00001"), (float("inf"), None)])
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [(18, "18"), (2.5, "2.5"), ("a #### b #### c ", "c"), (1e-5, "0.00001"), (float("inf"), None)],
+)
 def test_the_answer_of_a_row(value, answer):
     assert gold_answer(value) == answer
 
