@@ -156,13 +156,14 @@ class RayActor:
         rank = min(dead or failures or silent)
         error = failures.get(rank)
         what = f"actor rank {rank} of {len(self._ranks)} "
+        cause = None if dead else getattr(error, "cause", None)
+        telling = cause if isinstance(cause, (OSError, ConfigError)) else None
         if not dead and not silent:
-            cause = getattr(error, "cause", None)
-            return cause if isinstance(cause, (OSError, ConfigError)) else RunFailed(f"{what}failed: {error}")
+            return telling or RunFailed(f"{what}failed: {error}")
         what += f"died: {error}" if dead else f"failed: {error}" if error else "does not answer"
         self._lost = ActorLost(what)
         self.close()
-        return self._lost
+        return telling or self._lost
 
 
 @dataclass(frozen=True)

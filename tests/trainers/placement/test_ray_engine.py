@@ -143,7 +143,8 @@ class Asker:
 
 async def test_a_proxy_in_another_process_asks_the_engine_and_refuses_what_leaves_no_room(engines: list[Any]) -> None:
     engine = engines[0]
-    await within(engine.pause(), engine.resume())
+    await within(engine.pause())
+    await within(engine.resume())
     busy = engine.busy_seconds
     asker = Asker.remote()
     *replies, refused, capped = await asker.ask.remote(
