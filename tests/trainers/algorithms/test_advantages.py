@@ -205,3 +205,9 @@ def test_asked_for_tokens_an_estimator_of_rollouts_gives_each_token_that_of_its_
 def test_every_built_in_estimator_is_there_and_tested():
     assert sorted(ALL + TOKENS) == ESTIMATORS.names()
     assert all(callable(ESTIMATORS.function(name)) for name in ALL + TOKENS)
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(2.0, 1.0), (2e-4, 1.0), (4e-5, 0.2), (2.1e-6, 0.0105), (1.9e-6, 0)])
+def test_whitening_neither_blows_up_small_differences_nor_sees_those_of_rounding(spread, expected):
+    values = module.whiten(double([0.3, 0.3 + spread]))
+    torch.testing.assert_close(values, double([-expected, expected]), atol=1e-9, rtol=0)
