@@ -90,7 +90,7 @@ async def test_replies_tell_the_experts_of_each_position_also_across_updates_by_
         folder, = files.iterdir()
         assert not list(folder.iterdir())
         await engine.resume()
-        replies = await asyncio.wait_for(asyncio.gather(*flying), 60)
+        replies = await asyncio.wait_for(asyncio.gather(*flying), 180)
         new = [routed(model, prompt + reply.ids) for prompt, reply in zip(PROMPTS, replies, strict=True)]
         after = [expected(model, prompt, reply.ids) for prompt, reply in zip(PROMPTS, replies, strict=True)]
         model.load_state_dict(state)
