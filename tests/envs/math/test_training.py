@@ -4,6 +4,7 @@ import molt_gym
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_tiny_policy_learns_easy_mathematics(monkeypatch, tmp_path):
     monkeypatch.setenv("MOLT_GYM_CACHE", str(tmp_path / "cache"))
     result = molt_gym.train("Math-v0", "tiny", out=tmp_path / "run", steps=40)
