@@ -41,15 +41,20 @@ class PlayActor:
 
     def __init__(self, path: str, config: Config, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
-        self._router = Router()
+        self._router, self._newest = Router(), -1
         self._sampler = Sampler(Path(path), config, engine=self._router)
         self._runners: dict[int, Runner] = {}
 
-    async def set_engines(self, engines: Sequence[Target] | None) -> None:
-        """Those that have the newest weights; None for the same as before."""
+    async def set_engines(self, number: int, engines: Sequence[Target] | None) -> None:
+        """Those that have the newest weights; None for the same as before.
+
+        Args:
+            number: rises from call to call; Ray may let later ones overtake others.
+        """
         if engines is None:
             self._router.forget()
-        else:
+        elif number > self._newest:
+            self._newest = number
             self._router.set_targets(engines)
 
     async def play(self, number: int, setup: tuple[EnvMaker, float], ticket: Ticket) -> tuple[Played, list[Row], bytes]:

@@ -126,8 +126,7 @@ class RayPlayers:
     def _start(self, options: dict[str, Any]) -> None:
         ours = {"max_concurrency": CALLS, "max_restarts": 0, "max_task_retries": 0}
         player = _Player(options, ray.remote(PlayActor).options(**ours | options).remote(*self._arguments))
-        # Calls begin in the order in which they were sent: whoever plays knows the engines.
-        told = player.handle.set_engines.remote(self._engines)
+        told = player.handle.set_engines.remote(next(_numbers), self._engines)
         self._players.append(player)
         task = asyncio.create_task(self._watch(player, told))
         self._watching.add(task)
@@ -137,7 +136,7 @@ class RayPlayers:
         player.ready = await self._answered(player, told, self._start_timeout)
 
     async def _tell(self, player: _Player, engines: list[Target] | None) -> None:
-        ref = player.handle.set_engines.remote(engines)
+        ref = player.handle.set_engines.remote(next(_numbers), engines)
         # One that is still starting has sent no requests.
         if player.ready:
             await self._answered(player, ref, ANSWER_TIMEOUT)
