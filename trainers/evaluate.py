@@ -150,18 +150,24 @@ class Evaluations:
             RunFailed: not one of its rollouts ended.
             asyncio.CancelledError: it was cancelled.
         """
-        if self._running is not None:
-            try:
-                await self._running
-            finally:
+        if (running := self._running) is not None:
+            await asyncio.wait([running])
+            if self._running is running:
                 self._running = None
+                running.result()
 
     async def cancel(self) -> None:
         """End the one that runs without a result."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+
+    def give_up(self, why: str) -> None:
+        """End the one that runs, for good; `finish` returns."""
+        if self._running is not None:
+            self._running.cancel()
             self._running = None
+            self._progress.message(f"an evaluation was given up: {why}")
 
     def mark_best(self) -> None:
         """See `checkpoint.mark_best`."""

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
-from .step_metrics import fault_metrics, rates, rollout_metrics
+from .step_metrics import fault_metrics, rates, rollout_metrics, unused_tools
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -68,23 +68,19 @@ class Loop:
         return self.sampler.engine
 
     async def start(self, *, resume: bool) -> bool:
-        """Make the actor and go on from the newest whole checkpoint; without one, forget what the run had begun.
-
-        Returns whether there was one.
-        """
+        """Make the actor; whether it goes on from the newest whole checkpoint, without which the run begins anew."""
         await self._to_the_end(asyncio.to_thread(self._make_actor))
         if not resume:
             return False
         with self.watchdog.doing("loading a checkpoint"):
             path = await self._to_the_end(asyncio.to_thread(newest_checkpoint, self.run_dir.checkpoints_path))
-            state: dict[str, Any] = {"step": 0, "pool": {"cursor": 0, "pending": []}}
-            if path is not None:
-                state = load_state(path)
+            state = load_state(path) if path else {"step": 0, "pool": {"cursor": 0, "pending": []}}
+            if path:
                 await self._to_the_end(asyncio.to_thread(self.actor.load, path / "actor"))
         self.pool.load_state(state["pool"])
         self.step, self.exhausted, self._checkpoint = state["step"], False, path
         self.run_dir.cut_metrics(self.step if path else -1)
-        if path is None:
+        if not path:
             self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
         self.evaluations.mark_best()
         self.whole = True
@@ -176,7 +172,7 @@ class Loop:
             with self.watchdog.doing(f"training step {self.step + 1}"):
                 metrics |= more | await asyncio.to_thread(self.actor.train, rows)
         with self.watchdog.doing("the evaluation that runs, before the weights change"):
-            await self.evaluations.finish()
+            await self._served(self.evaluations.finish(), self._give_up_evaluation)
         self.step, self._checkpoint = self.step + 1, None
         sent = time.perf_counter()
         await self._send_weights()
@@ -192,14 +188,9 @@ class Loop:
         self.run_dir.append_metrics(metrics)
         self.whole = True
         self.progress.step(metrics)
-        self._warn_of_unused_tools(metrics)
-
-    def _warn_of_unused_tools(self, metrics: Mapping[str, float]) -> None:
-        offered, malformed = metrics.get("rollout/tools_offered", 0), metrics.get("rollout/malformed_calls", 0)
-        if offered and not metrics["rollout/tool_calls_mean"] and not self._warned:
+        if not self._warned and (warning := unused_tools(metrics)):
             self._warned = True
-            self.progress.message(f"step {self.step}: tools were offered in {offered:g} turns and never called "
-                                  f"({malformed:g} malformed calls); does the model know them, and its chat template?")
+            self.progress.message(warning)
 
     async def _send_weights(self) -> None:
         # Ranks that gather weights for nobody would be out of step with each other.
@@ -221,8 +212,17 @@ class Loop:
                 if isinstance(error, ActorLost) or not self._stopping:
                     raise
 
-    async def _served(self, work: Coroutine[Any, Any, T]) -> T:
-        """What becomes of `work`, while engines that were started again get the weights, for which they ask."""
+    async def _give_up_evaluation(self) -> None:
+        if self.engine.members:
+            await asyncio.sleep(1)
+        else:
+            self.evaluations.give_up("the engines that had its weights have ended")
+
+    async def _served(self, work: Coroutine[Any, Any, T], serve: Callable[[], Awaitable[None]] | None = None) -> T:
+        """What becomes of `work`, while engines that were started again get the weights, for which they ask.
+
+        serve: called instead, where these weights are gone.
+        """
         task, wanted = asyncio.ensure_future(work), getattr(self.engine, "wants_weights", None)
         try:
             while wanted is not None and not task.done():
@@ -230,7 +230,7 @@ class Loop:
                 await asyncio.wait([task, wish], return_when=asyncio.FIRST_COMPLETED)
                 wish.cancel()
                 if not task.done():
-                    await self._send_weights()
+                    await (serve or self._send_weights)()
             return await task
         finally:
             task.cancel()

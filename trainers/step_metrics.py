@@ -21,6 +21,16 @@ def passes(trajectory: Trajectory) -> bool:
     return (score if isinstance(score, int | float) else trajectory.reward) >= PASS_REWARD
 
 
+def unused_tools(metrics: Mapping[str, float]) -> str | None:
+    """What to tell if tools were offered in a step, and none was called."""
+    offered = metrics.get("rollout/tools_offered", 0)
+    if not offered or metrics["rollout/tool_calls_mean"]:
+        return None
+    return (f"step {metrics['step']}: tools were offered in {offered:g} turns and never called "
+            f"({metrics['rollout/malformed_calls']:g} malformed calls); does the model know them, and its chat "
+            "template?")
+
+
 def fault_metrics(faults: Mapping[str, int]) -> dict[str, float]:
     """What it took to go on when engines and runners ended."""
     return {f"rollout/{name}": count for name, count in faults.items()}

@@ -1,6 +1,7 @@
 """The loop around scripted parts: what happens at the same time, what waits for what, and what an end leaves."""
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -23,7 +24,7 @@ from molt_gym.trainers.progress import Progress
 from molt_gym.trainers.rollout.pool import Plan, Pool, TaskStream
 from molt_gym.trainers.run_dir import RunDir
 
-WAIT = 20.0
+WAIT = 120.0
 ENV = "Any-v0"
 
 
@@ -39,7 +40,7 @@ class Parts:
         self.log: list[str] = []
         self.out = io.StringIO()
         self.run_dir, self.engine, self.version, self.retried = run_dir, self, 0, {}
-        self.wants_weights = asyncio.Event()
+        self.wants_weights, self.members = asyncio.Event(), [self]
         self.scores = iter([0.0] * 100)
         rollout = self.config.rollout
         plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness)
@@ -136,7 +137,9 @@ class Actor:
 
 
 @pytest.fixture
-async def parts_of(tmp_path: Path) -> AsyncIterator[Callable[..., Parts]]:
+async def parts_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Parts]]:
+    # It takes seconds where all tests' modules are loaded.
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     with RunDir(tmp_path / "run") as run_dir:
         yield lambda **options: Parts(run_dir, **options)
 
@@ -242,6 +245,24 @@ async def test_an_interrupt_gives_up_the_evaluation_and_the_step_that_waits_for_
     groups = [json.loads(text)["group"] for step in (1, 2, 3) for text in
               (parts.run_dir.rollouts_path / f"step-{step:06d}.jsonl").read_text().splitlines()]
     assert groups == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_an_evaluation_is_given_up_if_no_engine_is_left_that_has_its_weights(parts_of, left: int) -> None:
+    parts = parts_of(**{"eval.every": 2})
+    held = Held(parts, of=2)
+    parts.loop = parts.new_loop()
+    run = asyncio.create_task(parts.run())
+    await until(lambda: parts.log.count("trained") == 3)
+    parts.members = [parts] * left
+    parts.wants_weights.set()
+    if left:
+        await asyncio.sleep(0.1)
+        assert not run.done()
+        held.go.set()
+    await asyncio.wait_for(run, WAIT)
+    assert parts.lines == [(1, None), (2, None), *[(2, "step 2")] * left, (3, None)]
+    assert ("given up" in parts.out.getvalue()) != bool(left)
 
 
 # The best checkpoint

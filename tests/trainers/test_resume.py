@@ -49,7 +49,7 @@ def popen(command: list[Any]) -> subprocess.Popen:
 
 def wait_for_lines(folder: Path, lines: int, process: subprocess.Popen) -> None:
     """Until the metrics have so many lines."""
-    file, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    file, deadline = folder / "metrics.jsonl", time.monotonic() + 300
     while not file.exists() or file.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -127,7 +127,7 @@ def test_signals_to_all_processes_of_a_run_again_and_again_lose_nothing(
         for sent in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             os.killpg(process.pid, sent)
             time.sleep(0.02)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=300)[0]
     finally:
         process.kill()
     assert process.returncode == 143, output
