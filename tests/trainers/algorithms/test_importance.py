@@ -204,3 +204,12 @@ def test_the_centering_of_a_token_is_proportional_to_its_advantage():
     logp = logits.log_softmax(-1).detach().expand(2, -1)
     one, two = score_centering(logp, behaviour.expand(2, -1), tensor([1.0, -2.0]), level="token").tolist()
     assert one and two == pytest.approx(-2 * one)
+
+
+@pytest.mark.parametrize(("level", "mode"), CORRECTIONS)
+@pytest.mark.parametrize("p", [[1.0, 0.0], [0.99999994, 1e-7], [0.6, 0.5]])
+def test_where_rounding_leaves_nothing_for_the_rest_its_ratio_is_one(level, mode, p):
+    logp = tensor([p]).log().requires_grad_()
+    value = score_centering(logp, logp.detach(), torch.ones(1), level=level, mode=mode)
+    value.sum().backward()
+    assert value.abs().max() < 1e-6 and logp.grad.abs().max() < 1e-6
