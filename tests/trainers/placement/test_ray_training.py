@@ -1,0 +1,180 @@
+"""Learning on a real Ray with real vLLM, and what it survives: every part, a node and the driver really die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+import molt_gym
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900),
+              pytest.mark.skipif(not (find_spec("ray") and find_spec("vllm")), reason="Ray or vLLM is not installed")]
+
+TOYS = Path(__file__).parents[1] / "toys"
+SMALL = {
+    "placement": "ray", "rollout.engine": "vllm", "rollout.engines": 2, "actor.world_size": 2, "rollout.runners": 2,
+    "rollout.groups_per_step": 4, "rollout.group_size": 4, "rollout.max_tokens": 16, "rollout.max_context": 256,
+    "rollout.dtype": "float32", "actor.dtype": "float32", "checkpoint.every": 1, "eval.before": False,
+    "eval.after": False, "env_kwargs.num_tasks": 1000}
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOYS))
+
+
+def steps_of(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [line for line in map(json.loads, lines) if "time/step" in line]
+
+
+def whole(run: Path, steps: int, groups: int, size: int) -> None:
+    """Every step trained all its groups, none twice and none left out."""
+    lines = steps_of(run)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert all(line["rollout/count"] == groups * size for line in lines)
+    files = sorted(run.glob("rollouts/*.jsonl"))
+    played = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    counts = Counter((one["group"], one["rollout"]) for one in played)
+    assert counts == Counter((group, rollout) for group in range(steps * groups) for rollout in range(size))
+
+
+def processes(mark: str, within: psutil.Process | None = None) -> list[psutil.Process]:
+    found = []
+    for child in (within or psutil.Process()).children(recursive=True):
+        try:
+            # A Ray actor's title ends where its class does.
+            if mark in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def killer() -> Iterator[Callable[..., None]]:
+    """After so many steps of a run, kill a process of the kind; several in turn."""
+    stop, threads = threading.Event(), []
+
+    def begin(run: Path, victims: dict[int, str]) -> None:
+        def watch() -> None:
+            for step, mark in victims.items():
+                while len(steps_of(run)) < step and not stop.wait(0.05):
+                    pass
+                if not stop.is_set():
+                    processes(mark)[0].send_signal(signal.SIGKILL)
+
+        threads.append(threading.Thread(target=watch))
+        threads[-1].start()
+
+    yield begin
+    stop.set()
+    for thread in threads:
+        thread.join(10)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_two_ranks_learn_from_what_two_runners_play_with_two_engines(cluster, wide_path, tmp_path, staleness):
+    run = molt_gym.train("toy_envs:Letters-v0", wide_path, out=tmp_path / "run", steps=4,
+                         **SMALL | {"rollout.max_staleness": staleness, "eval.after": True, "eval.episodes": 8})
+    whole(run.run_dir, 4, 4, 4) if not staleness else None
+    lines = steps_of(run.run_dir)
+    assert all(line["mismatch/abs_diff_mean"] < 1e-4 for line in lines)
+    assert max(line["staleness/max"] for line in lines) <= staleness
+    assert {line["step"] for line in run.metrics if "eval/when" in line} == {4}
+    assert (run.run_dir / "model" / "model.safetensors").is_file()
+    _, left = psutil.wait_procs(processes("vllm_host") + processes("ray::Rank"), timeout=60)
+    assert not left
+
+
+def test_a_run_goes_on_when_a_runner_an_engine_and_a_rank_are_killed(cluster, wide_path, tmp_path, killer):
+    run = tmp_path / "run"
+    killer(run, {1: "ray::PlayActor", 3: "molt_gym.trainers.rollout.vllm_host", 6: "ray::Rank"})
+    molt_gym.train("toy_envs:Letters-v0", wide_path, out=run, steps=9, **SMALL)
+    whole(run, 9, 4, 4)
+    lines = steps_of(run)
+    assert sum(line["rollout/runner_restarts"] for line in lines) == 1
+    assert sum(line["rollout/engine_restarts"] for line in lines) == 1
+    assert lines[-1]["actor/restarts"] == 1
+
+
+def run_script(text: str, *arguments: object) -> subprocess.Popen:
+    path = os.pathsep.join([str(TOYS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen([sys.executable, "-c", text, *map(str, arguments)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": path})
+
+
+TRAIN = f"""
+import sys, molt_gym
+molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
+               **{SMALL | {"rollout.engines": 1, "actor.world_size": 1, "rollout.runners": 1}!r})
+"""
+
+
+def test_a_run_whose_driver_was_killed_leaves_nothing_behind_and_is_resumed(wide_path, tmp_path):
+    run = tmp_path / "run"
+    driver = run_script(TRAIN, wide_path, run)
+    while len(steps_of(run)) < 2 and driver.poll() is None:
+        time.sleep(0.05)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert any("vllm_host" in " ".join(child.cmdline()) for child in family)
+    driver.kill()
+    driver.communicate()
+    _, left = psutil.wait_procs(family, timeout=60)
+    assert not left
+    output = (again := run_script(TRAIN, wide_path, run)).communicate(timeout=600)[0]
+    assert again.returncode == 0, output
+    whole(run, 6, 4, 4)
+
+
+NODES = f"""
+import sys, threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+
+import molt_gym
+
+cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 3}})
+lost = cluster.add_node(num_cpus=2)
+cluster.wait_for_nodes()
+ray.init(cluster.address, log_to_driver=False)
+
+def lose():
+    metrics = Path(sys.argv[2]) / "metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 2:
+        time.sleep(0.05)
+    cluster.remove_node(lost, allow_graceful=False)
+    cluster.add_node(num_cpus=2)
+
+threading.Thread(target=lose, daemon=True).start()
+molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
+               **{SMALL | {"ray.layout": "disaggregate", "actor.world_size": 1}!r})
+print("nodes", sorted(node["Alive"] for node in ray.nodes()))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_a_node_that_is_lost_is_made_up_for_by_one_that_is_added(wide_path, tmp_path):
+    script = run_script(NODES, wide_path, tmp_path / "run")
+    output = script.communicate(timeout=800)[0]
+    assert script.returncode == 0, output
+    assert "nodes [False, True, True]" in output
+    whole(tmp_path / "run", 6, 4, 4)
+    lost = Counter({"actor/restarts": 0})
+    for line in steps_of(tmp_path / "run"):
+        lost.update({name: value for name, value in line.items() if name.endswith("_restarts")})
+        lost["actor/restarts"] = line.get("actor/restarts", 0)
+    assert lost.total() >= 1
