@@ -17,7 +17,7 @@ from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
 from molt_gym.trainers.atomic import recover
-from molt_gym.trainers.checkpoint import load_state, newest_checkpoint, save_checkpoint
+from molt_gym.trainers.checkpoint import best_checkpoint, load_state, mark_best, newest_checkpoint, save_checkpoint
 from molt_gym.trainers.config import load_config
 
 KEEP = 2
@@ -257,3 +257,28 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tiny_
     best = newest_checkpoint(folder)
     assert best is not None
     assert load_state(best)["step"] in (last := int(rest[-1]) if rest else saved, last + 1)
+
+
+def test_the_best_stays_beside_the_newest_and_its_link_is_replaced_never_missing(
+    actor: LocalActor, folder: Path
+) -> None:
+    assert mark_best(folder, {1: (0.9, 0.9), 2: (0.5, 0.1), 3: (0.2, 0.9)}) == folder / "step-000002"
+    for step in (4, 5, 6):
+        save_checkpoint(folder, step, actor, {}, KEEP)
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "step-000002", "step-000005", "step-000006"]
+    assert newest_checkpoint(folder) == folder / "step-000006"
+    with at_each_write(lambda: load_state(folder / "best")):
+        assert mark_best(folder, {2: (0.5, 0.1), 5: (0.5, 0.2), 6: (0.5, 0.2)}) == folder / "step-000006"
+    assert best_checkpoint(folder) == folder / "step-000006"
+    save_checkpoint(folder, 7, actor, {}, KEEP)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000006", "step-000007"]
+
+
+def test_without_a_score_of_a_checkpoint_there_is_no_best(actor: LocalActor, folder: Path) -> None:
+    assert best_checkpoint(folder) is None
+    mark_best(folder, {2: 0.5})
+    assert mark_best(folder, {0: 1.0}) is None and best_checkpoint(folder) is None
+    mark_best(folder, {2: 0.5})
+    shutil.rmtree(folder / "step-000002")
+    assert best_checkpoint(folder) is None
+    recover(folder)
