@@ -31,6 +31,8 @@ from .ray_player import PlayActor, Played
 
 MAX_PLAYS = 3
 """Runners that may die with one rollout in play, before it has failed: it may be the reason."""
+REST = 1.0
+"""Seconds before a rollout is played again, in which it shows which other runners died with its own."""
 ANSWER_TIMEOUT = 60.0
 """Seconds for what a runner answers at once, and for a record to come from its node."""
 CLOSE_TIMEOUT = 15.0
@@ -189,6 +191,7 @@ class RayRunner:
                 failure = Failure("runner_died", f"{MAX_PLAYS} runners died with it in play; the last: {error}", "")
                 trajectory = Trajectory(self.env_id, ticket.index, ticket.group, ticket.rollout, failure=failure,
                                         step=ticket.step)
+                await asyncio.sleep(REST)
         self.done(trajectory)
         return trajectory
 
