@@ -245,16 +245,19 @@ class _Counter:
     """Tells the progress display how many rollouts of the step have ended."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done, self._step = progress, total, 0, -1
+        self._progress, self._total, self._step = progress, total, 0
+        self._trained = self._evaluated = 0
 
     def __call__(self, trajectory: Trajectory) -> None:
+        if not trajectory.step:
+            self._evaluated += 1
+            self._progress.rollout_done(self._evaluated, self._evaluated, "evaluated")
+            return
+        # An evaluation may go on at the same time.
         if trajectory.step != self._step:
-            self._step, self._done = trajectory.step, 0
-        self._done += 1
-        if trajectory.step:
-            self._progress.rollout_done(self._done, self._total)
-        else:
-            self._progress.rollout_done(self._done, self._done, "evaluated")
+            self._step, self._trained, self._evaluated = trajectory.step, 0, 0
+        self._trained += 1
+        self._progress.rollout_done(self._trained, self._total)
 
 
 def _draw(run_dir: RunDir, progress: Progress) -> None:

@@ -74,8 +74,17 @@ class LocalActor:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters."""
         self._send("weights")
-        with self._together():
-            yield from self._first.weights()
+        whole = self._first.weights()
+        try:
+            with self._together():
+                for named in whole:  # noqa: UP028  yield from would close it
+                    yield named
+        except GeneratorExit:
+            # Whoever took them broke off, but the other ranks gather all.
+            with self._together():
+                for _ in whole:
+                    pass
+            raise
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probabilities of a text, at temperature 1."""

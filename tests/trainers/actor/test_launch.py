@@ -145,6 +145,14 @@ def test_a_rank_leaves_it_to_the_first_to_react_to_a_signal(pair: LocalActor, ra
     assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
 
 
+def test_weights_that_nobody_takes_to_the_end_leave_the_ranks_in_step(pair: LocalActor, random_rows: Rows) -> None:
+    weights = pair.weights()
+    next(weights)
+    weights.close()
+    assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
+    assert len(list(pair.weights())) > 1
+
+
 def test_a_rank_that_was_killed_between_two_calls_is_named(pair: LocalActor, random_rows: Rows) -> None:
     # The last test of this pair.
     (rank,) = ranks_of(pair)
