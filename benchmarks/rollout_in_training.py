@@ -120,10 +120,7 @@ class Record:
         begin, end, steps = updates[0][1], updates[-1][1], len(updates) - 1
         full = without(full_spans(self.plays, batch, begin, end), updates)
         calm = without(full, self.spans["train"])
-        worked = 0.0
-        for (a, before), (b, after) in pairwise(self.busy):
-            if begin <= a and b <= end:
-                worked += min(b - a, after - before + shared([(a, b)], self.spans["train"]))
+        worked = work([look for look in self.busy if begin <= look[0] <= end], self.spans["train"])
         total = sum(tokens for _, ended, tokens in self.plays if begin <= ended <= end) / (end - begin)
         rows = {
             "engine alone, tokens/s": f"{self.alone:,.0f}",
@@ -138,6 +135,16 @@ class Record:
         }
         return rows | {f"weight update: {label}, mean": f"{1e3 * fmean(b - a for a, b in self.spans[name][2:]):.0f} ms"
                        for name, label in PHASES.items()}
+
+
+def work(busy: Spans, train: Spans) -> float:
+    """Seconds in which engine or actor was at work, from looks at the engine's clock, which may move by leaps."""
+    (since, base), total = busy[0], 0.0
+    for at, clock in busy[1:]:
+        if clock != base or at == busy[-1][0]:
+            total += min(at - since, clock - base + shared([(since, at)], train))
+            since, base = at, clock
+    return total
 
 
 def rate(replies: Iterable[tuple[float, float, int]], spans: Spans, pauses: Spans) -> float:
