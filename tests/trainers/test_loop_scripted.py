@@ -71,7 +71,7 @@ class Parts:
     def take_faults(self) -> dict[str, int]:
         return {}
 
-    async def check_parity(self, actor: "Actor") -> None:
+    async def check_parity(self, actor: "Actor", expected: list[float] | None = None) -> None:
         pass
 
     async def evaluate(self, *, alone: bool) -> EvalResult:
