@@ -11,7 +11,6 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
 from .step_metrics import fault_metrics, rates, rollout_metrics, unused_tools
+from .waiting import attended, finished
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -57,6 +57,8 @@ class Loop:
     """That of `step`, if there is one."""
     _stopping: bool = False
     _warned: bool = False
+    _expected: list[float] | None = None
+    """What the parity probe is to find, where the actor has left the GPU by then."""
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
@@ -69,6 +71,7 @@ class Loop:
 
     async def start(self, *, resume: bool) -> bool:
         """Make the actor; whether it goes on from the newest whole checkpoint, without which the run begins anew."""
+        await self._enter_gpu(None)
         await self._to_the_end(asyncio.to_thread(self._make_actor))
         if not resume:
             return False
@@ -97,10 +100,11 @@ class Loop:
         try:
             while True:
                 try:
+                    if self.losses:
+                        await self._replace_actor()
                     return await self._run(finish)
                 except ActorLost as error:
                     self.losses.append(str(error))
-                await self._replace_actor()
         except BaseException as error:
             await self._stop()
             interrupted = isinstance(error, asyncio.CancelledError)
@@ -170,6 +174,7 @@ class Loop:
         if groups:
             rows, more = windows(groups, self.config)
             with self.watchdog.doing(f"training step {self.step + 1}"):
+                await self._enter_gpu(self.actor)
                 metrics |= more | await asyncio.to_thread(self.actor.train, rows)
         with self.watchdog.doing("the evaluation that runs, before the weights change"):
             await self._served(self.evaluations.finish(), self._give_up_evaluation)
@@ -204,13 +209,29 @@ class Loop:
                 await self.engine.pause()
                 try:
                     await self.engine.update_weights(self.actor.weights(), self.step)
+                    await self._leave_gpu()
                 finally:
                     await self.engine.resume()
-                await self.sampler.check_parity(self.actor)
+                await self.sampler.check_parity(self.actor, self._expected)
             except Exception as error:
                 # A signal to all processes ends engines too. The step can be saved without them.
                 if isinstance(error, ActorLost) or not self._stopping:
                     raise
+
+    async def _enter_gpu(self, actor: Actor | None) -> None:
+        """The GPU's memory goes to the actor, or to one that is to be made, if it takes turns with the engine."""
+        if self.config.rollout.release_memory:
+            await self.engine.pause()
+            await self.engine.release()
+            self._expected = None
+            if actor is not None:
+                await asyncio.to_thread(actor.onload)
+
+    async def _leave_gpu(self) -> None:
+        # An engine that was started again gets weights that it is known by now what they compute.
+        if self.config.rollout.release_memory and self._expected is None:
+            self._expected = await self.sampler.parity_of(self.actor)
+            await asyncio.to_thread(self.actor.offload)
 
     async def _give_up_evaluation(self) -> None:
         if self.engine.members:
@@ -223,33 +244,16 @@ class Loop:
 
         serve: called instead, where these weights are gone.
         """
-        task, wanted = asyncio.ensure_future(work), getattr(self.engine, "wants_weights", None)
-        try:
-            while wanted is not None and not task.done():
-                wish = asyncio.ensure_future(wanted.wait())
-                await asyncio.wait([task, wish], return_when=asyncio.FIRST_COMPLETED)
-                wish.cancel()
-                if not task.done():
-                    await (serve or self._send_weights)()
-            return await task
-        finally:
-            task.cancel()
+        return await attended(work, getattr(self.engine, "wants_weights", None), serve or self._send_weights)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """What becomes of `work`; if this is cancelled, `work` is done all the same, and then this is cancelled."""
-        task = asyncio.ensure_future(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self._stopping = True
-            # A step that waits for it is given up: the one that is evaluated was saved.
-            await self.evaluations.cancel()
-            while not task.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self.progress.message(f"while this was interrupted: {error}")
-            raise
+        return await finished(work, self._interrupted, self.progress.message)
+
+    async def _interrupted(self) -> None:
+        self._stopping = True
+        # A step that waits for it is given up: the one that is evaluated was saved.
+        await self.evaluations.cancel()
 
     async def _stop(self) -> None:
         await self.evaluations.cancel()
@@ -274,12 +278,7 @@ class Loop:
         with self.watchdog.doing("another actor starting"):
             await self.close()
             self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
-            try:
-                await self.start(resume=True)
-            except ActorLost as error:
-                self.losses.append(str(error))
-                await self._replace_actor()
-                return
+            await self.start(resume=True)
         self.progress.message(f"going on from step {self.step}")
 
     async def _save(self) -> Path:

@@ -48,13 +48,18 @@ class ParityProbe:
         ids = renderer.render([{"role": "user", "content": TEXT}])
         return cls(ids[: min(TOKENS, max_context - 1)], max(_tolerance(dtype, gpu) for dtype in dtypes))
 
-    async def check(self, engine: Scorer, actor: Actor) -> float:
-        """The mean difference, that of the engine which is farthest off.
+    async def expected(self, actor: Actor) -> list[float]:
+        """What the actor computes."""
+        return await asyncio.to_thread(actor.logprobs, self.ids)
+
+    async def check(self, engine: Scorer, actor: Actor, expected: list[float] | None = None) -> float:
+        """The mean difference, that of the engine which is farthest off, from the actor or from what was `expected`.
 
         Raises:
             RunFailed: it is too large.
         """
-        scores, ours = await asyncio.gather(engine.scores(self.ids), asyncio.to_thread(actor.logprobs, self.ids))
+        scores = await engine.scores(self.ids)
+        ours = expected or await self.expected(actor)
         names = [f"engine {number} of {len(scores)}" for number in range(1, len(scores) + 1)]
         return max(self._compare(name if len(scores) > 1 else "the engine", engine.version, theirs, ours)
                    for name, theirs in zip(names, scores, strict=True))

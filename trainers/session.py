@@ -176,12 +176,21 @@ class Sampler:
         """What each rollout waits for, and for how many seconds already."""
         return [rollout for runner in self._runners for rollout in runner.pending()]
 
-    async def check_parity(self, actor: Actor) -> None:
-        """Raise RunFailed where an engine, if it is code of its own, computes other log-probabilities than `actor`."""
+    async def check_parity(self, actor: Actor, expected: list[float] | None = None) -> None:
+        """Raise RunFailed where an engine, if it is code of its own, computes other log-probabilities than `actor`.
+
+        expected: those of `actor`, from `parity_of`, if it cannot be asked now.
+        """
         if isinstance(self.engine, EngineFleet):
-            dtypes = {getattr(torch, self._config.rollout.dtype), getattr(torch, self._config.actor.dtype)}
-            probe = ParityProbe.of(self.renderer, self.engine.max_context, *dtypes, gpu=self._gpu)
-            await probe.check(self.engine, actor)
+            await self._probe().check(self.engine, actor, expected)
+
+    async def parity_of(self, actor: Actor) -> list[float]:
+        """The log-probabilities that `check_parity` compares with."""
+        return await self._probe().expected(actor)
+
+    def _probe(self) -> ParityProbe:
+        dtypes = {getattr(torch, self._config.rollout.dtype), getattr(torch, self._config.actor.dtype)}
+        return ParityProbe.of(self.renderer, self.engine.max_context, *dtypes, gpu=self._gpu)
 
     async def evaluate(self, *, alone: bool = True) -> EvalResult:
         """The held-out score of the weights in use; `alone`: nobody else plays meanwhile."""

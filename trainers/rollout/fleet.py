@@ -29,6 +29,10 @@ class Member(RolloutEngine, Protocol):
         """Why there is no engine any more."""
         ...
 
+    async def release(self) -> None:
+        """Give the GPU's memory back, while paused, if that was asked for; until the next update."""
+        ...
+
     async def begin_update(self) -> None:
         """Expect new weights, while paused."""
         ...
@@ -127,6 +131,10 @@ class EngineFleet:
             # Most likely a setting is wrong, which starting again does not mend.
             raise self._causes[0]
         self._clock.pause()
+
+    async def release(self) -> None:
+        """Give the GPU's memory back, while paused, if that was asked for; until the next update."""
+        await self._each(lambda engine: engine.release())
 
     async def resume(self) -> None:
         """Go on."""
