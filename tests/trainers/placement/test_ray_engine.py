@@ -235,14 +235,16 @@ async def test_a_rank_that_dies_in_an_update_of_engines_is_named_as_the_reason(
     fleet = EngineFleet(lambda: next(waiting), 1, 0)
     await fleet.pause()
     await fleet.update_weights(actor.weights(), 6)
-    take = engines[0].take
+    call = engines[0]._call
 
-    async def take_and_die(bucket: Any) -> None:
-        pid = ray.get(actor._ranks[0].__ray_call__.remote(lambda _: os.getpid()))
-        os.kill(pid, signal.SIGKILL)
-        await take(bucket)
+    async def call_and_die(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "receive":
+            os.kill(ray.get(actor._ranks[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            # The engine is the first to notice.
+            raise RunFailed("the vLLM engine failed: connection closed by peer")
+        return await call(name, *arguments, **options)
 
-    engines[0].take = take_and_die
+    engines[0]._call = call_and_die
     with pytest.raises(ActorLost, match="actor rank 0"):
         await asyncio.wait_for(fleet.update_weights(actor.weights(), 7), WAIT)
     await fleet.close()
