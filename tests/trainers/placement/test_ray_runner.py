@@ -283,6 +283,9 @@ async def test_new_runners_and_rollouts_that_wait_get_to_know_the_engines(runner
     await until(wait, WAIT)
     await engines()
     assert [t.failure for t in await playing] == [None] * 4
+    # Overtaken by the call that told of the engines.
+    await asyncio.gather(*(player.handle.set_engines.remote(0, []) for player in runner.players._players))
+    assert [t.failure for t in await play(runner, tickets(2))] == [None] * 4
 
 
 async def test_agents_in_processes_of_a_runner_play_and_end_with_it(players, engines, tmp_path):

@@ -81,8 +81,9 @@ async def test_a_process_is_used_again_and_closes_its_env_in_the_end(wild, tmp_p
     assert (tmp_path / f"closed-{pids[0]}").exists()
 
 
+@pytest.mark.slow
 async def test_an_env_that_hangs_is_killed_at_its_deadline_with_all_that_it_started(wild, tmp_path):
-    runner = wild({"1": "child daemon hang", "2": "exit daemon"}, step_timeout=6)
+    runner = wild({"1": "child daemon hang", "2": "exit daemon"}, step_timeout=10)
     played = await play(runner, 0, 1, 2, 3)
     assert [t.failure and t.failure.reason for t in played] == [None, "step_timeout", "env_died", None]
     assert "exit code 7" in played[2].failure.message and "rollout.step_timeout" in played[1].failure.message
@@ -94,9 +95,9 @@ async def test_an_env_that_hangs_is_killed_at_its_deadline_with_all_that_it_star
 
 
 async def test_a_rollout_that_is_cancelled_ends_its_process(wild, tmp_path):
-    task = asyncio.create_task(wild({"0": "child hang"}).play(Ticket(0, 0)))
+    task = asyncio.create_task(wild({"0": "child daemon hang"}).play(Ticket(0, 0)))
     async with asyncio.timeout(WAIT):
-        while not started(tmp_path):
+        while len(started(tmp_path)) < 2:
             await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -155,8 +156,9 @@ async def test_an_agent_in_a_process_asks_the_policy_with_its_own_client(wild):
     assert played[0].messages[-1]["content"] == "yes" and played[0].terminated
 
 
+@pytest.mark.slow
 async def test_agents_that_hang_or_die_are_killed_with_what_they_started(wild, tmp_path):
-    runner = wild({"1": "daemon hang", "2": "daemon exit"}, env="wild_envs:WildAgent-v0", episode_timeout=8)
+    runner = wild({"1": "daemon hang", "2": "daemon exit"}, env="wild_envs:WildAgent-v0", episode_timeout=25)
     played = await play(runner, 0, 1, 2)
     assert [t.failure and t.failure.reason for t in played] == [None, "episode_timeout", "env_died"]
     until(lambda: len(started(tmp_path)) == 2 and all(map(gone, started(tmp_path))))
