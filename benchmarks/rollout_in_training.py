@@ -5,8 +5,8 @@
 
 The model has random weights, made here, so that nearly every reply is cut at `--tokens`. Before each of two runs, one
 on-policy and one asynchronous, the very engine that it uses is fed with requests of the same lengths, `--rollouts` of
-them in flight all the time. Rates in training are those of moments at which as many rollouts are in flight as may be,
-outside weight updates; the first step is left out everywhere.
+them in flight all the time. In training the pool counts as full while nine tenths of a batch are in flight and no weights
+are sent; the first step is left out everywhere.
 """
 
 import argparse
