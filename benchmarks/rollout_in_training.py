@@ -5,8 +5,8 @@
 
 The model has random weights, made here, so that nearly every reply is cut at `--tokens`. Before each of two runs, one
 on-policy and one asynchronous, the very engine that it uses is fed with requests of the same lengths, `--rollouts` of
-them in flight all the time. In training the pool counts as full while nine tenths of a batch are in flight and no weights
-are sent; the first step is left out everywhere.
+them in flight all the time. In training the pool counts as full while nine tenths of a batch are in flight and no
+weights are sent; the first step is left out everywhere.
 """
 
 import argparse
@@ -227,8 +227,7 @@ def train(folder: Path, out: Path, max_staleness: int, options: argparse.Namespa
             actor={"micro_batch_tokens": 8192 if cuda else 2048},
             rollout={"groups_per_step": groups, "group_size": GROUP, "max_tokens": options.tokens, "engines":
                      options.engines, "max_context": options.prompt + options.tokens + 64, "max_staleness":
-                     max_staleness, "max_concurrency": options.rollouts + 1,
-                     "engine_args": {"gpu_memory_utilization": 0.5} if cuda else {}})
+                     max_staleness, "max_concurrency": options.rollouts + 1})
     finally:
         Loop.run = original
     return record.table(groups * GROUP)
