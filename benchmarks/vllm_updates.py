@@ -114,7 +114,7 @@ async def measure(options: argparse.Namespace) -> None:
         engine = VllmEngine(folder, renderer, dtype=dtype, max_context=PROMPT + options.new + 8,
                             max_sequences=options.requests + 1, engine_args=arguments)
         try:
-            ids = renderer.render([{"role": "user", "content": __doc__[:200]}])
+            ids = renderer.render([{"role": "user", "content": __doc__[:100]}])
             before = await engine.score(ids)
             start = time.perf_counter() - started
             await update(engine, model, 1)
