@@ -182,13 +182,13 @@ def full_spans(plays: Iterable[tuple[float, float, int]], batch: int, begin: flo
     return spans
 
 
-async def feed(loop: Loop, options: argparse.Namespace) -> float:
+async def feed(loop: Loop, options: argparse.Namespace, rounds: int) -> float:
     """Tokens a second of the engine alone, with `--rollouts` requests in flight; first replies differ in length."""
     replies, first = list[tuple[float, float, int]](), list[float]()
 
     async def one(number: int) -> None:
         turn = 0
-        while len(replies) < 4 * options.rollouts:
+        while len(replies) < rounds * options.rollouts:
             text = question(-1 - number // GROUP - turn * options.rollouts, options.prompt)
             ids = loop.sampler.renderer.render([{"role": "user", "content": text}])
             size = options.tokens if turn else 1 + options.tokens * number // options.rollouts
@@ -200,7 +200,7 @@ async def feed(loop: Loop, options: argparse.Namespace) -> float:
             turn += 1
 
     await asyncio.gather(*(one(number) for number in range(options.rollouts)))
-    return rate(replies, [(max(first), replies[4 * options.rollouts - 1][1])], [])
+    return rate(replies, [(max(first), replies[rounds * options.rollouts - 1][1])], [])
 
 
 def train(folder: Path, out: Path, max_staleness: int, options: argparse.Namespace) -> dict[str, str]:
@@ -208,8 +208,8 @@ def train(folder: Path, out: Path, max_staleness: int, options: argparse.Namespa
     record, original, cuda = Record(), Loop.run, torch.cuda.is_available()
 
     async def run(loop: Loop, *arguments: Any) -> Path:
-        await feed(loop, options)
-        record.alone = await feed(loop, options)
+        await feed(loop, options, 2)
+        record.alone = await feed(loop, options, 4)
         await loop.engine.reset_prefix_cache()
         record.watch(loop)
         looking = asyncio.create_task(record.look(loop))
