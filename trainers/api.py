@@ -26,6 +26,7 @@ from .loop import Loop
 from .models import ResolvedModel, resolve_model
 from .placement.placement import place
 from .progress import Progress, make_progress
+from .reference import frozen_model, portable
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
 from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
@@ -64,12 +65,13 @@ def train(
         given["seed"] = _seed_to_go_on(env, seed, earlier)
     with make_progress() as progress:
         settings, resolved = configure(env, model, config, given, progress, earlier=earlier)
+        frozen = frozen_model(settings, resolved.path, progress)
         path = Path(settings.out) if settings.out else default_path(env, resolved.name)
         resume = earlier is not None and settings.checkpoint.resume == "auto"
         with RunDir(path, resume=resume) as run_dir:
             run_dir.write_config(settings.to_toml())
             seed_everything(settings.seed)
-            return run(_train(settings, resolved, run_dir, progress, resume=resume))
+            return run(_train(settings, resolved, frozen, run_dir, progress, resume=resume))
 
 
 def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
@@ -83,7 +85,7 @@ def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
 
 
 async def _train(
-    config: Config, model: ResolvedModel, run_dir: RunDir, progress: Progress, *, resume: bool
+    config: Config, model: ResolvedModel, frozen: str | None, run_dir: RunDir, progress: Progress, *, resume: bool
 ) -> TrainResult:
     from .actor.fsdp_actor import ActorSpec
 
@@ -98,7 +100,7 @@ async def _train(
         config = placement.config
         sampler = placement.sampler(model.path, _Counter(progress, config.rollouts_per_step))
         stack.push_async_callback(sampler.aclose)
-        spec = ActorSpec(str(model.path), config, getattr(torch, config.actor.dtype), total)
+        spec = ActorSpec(str(model.path), portable(config), getattr(torch, config.actor.dtype), total, frozen)
         actor = partial(placement.actor, spec)
         runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
         stack.push_async_callback(runner.aclose)

@@ -14,6 +14,7 @@ from molt_gym.tokens import Trajectory
 from .actor.packing import AnyRow, train_row
 from .algorithms.advantages import estimate_advantages
 from .algorithms.losses import token_weights
+from .algorithms.registry import ESTIMATORS
 from .algorithms.shaping import clip_rewards, overlong_penalty, scale_truncated
 from .config import Config
 
@@ -52,12 +53,17 @@ def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
 
 
 def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[AnyRow]], dict[str, float]]:
-    """One list of rows for each optimizer update, and the metrics of the advantages."""
+    """One list of rows for each optimizer update, and the metrics of the advantages, if those are one a rollout.
+
+    Advantages of tokens are made where the rows are, which have rewards for that.
+    """
     rollouts = [trajectory for group in groups for trajectory in group]
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group])
     tokens = torch.tensor([sampled_tokens([trajectory]) for trajectory in rollouts])
     rewards = shaped_rewards(rollouts, config)
-    advantages = estimate_advantages(config.algorithm.estimator, rewards, numbers, tokens)
+    per_token = ESTIMATORS.traits(config.algorithm.estimator).per_token
+    advantages = torch.zeros_like(rewards) if per_token else estimate_advantages(
+        config.algorithm.estimator, rewards, numbers, tokens)
     updates = min(config.algorithm.updates_per_batch, len(groups))
     share = torch.div(numbers * updates, len(groups), rounding_mode="floor")
     result: list[list[AnyRow]] = []
@@ -69,9 +75,12 @@ def windows(groups: Sequence[Group], config: Config) -> tuple[list[list[AnyRow]]
         window = []
         for weight, index in zip(weights.tolist(), chosen, strict=True):
             for row in rollouts[index].rows:
-                window.append(train_row(row, advantages[index].item(), weight, row_number, int(numbers[index])))
+                window.append(train_row(row, advantages[index].item(), weight, row_number, int(numbers[index]), index,
+                                        rewards[index].item()))
                 row_number += 1
         result.append(window)
+    if per_token:
+        return result, {}
     idle = (advantages == 0).double().mean().item()
     return result, {"advantage/mean": advantages.mean().item(), "advantage/zero": idle}
 

@@ -7,7 +7,6 @@ transformers; what `Config.to_toml` writes, `config.load_config` reads back equa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,9 @@ import tomli_w
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from .algorithms.registry import ESTIMATORS, LOSSES, Registry
+from .config_rules import contradictions
 
 
 def _no_bool(value: Any) -> Any:
@@ -50,10 +52,21 @@ Range = Annotated[tuple[Number, Number] | None,
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
+def _one_of(registry: Registry, what: str) -> Any:
+    return Field(description=f"{what}: {', '.join(registry.names())}, or 'module:name' of a file of your own.")
+
+
 class Section(BaseModel):
     """Base of all parts: immutable, no unknown keys, no NaN or infinity; the docstring under a field is its help."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The options as TOML, also written to `path` if given; those that are None are left out."""
+        text = tomli_w.dumps(_without_none(self.model_dump()))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8", newline="\n")
+        return text
 
 
 class RolloutConfig(Section):
@@ -138,19 +151,38 @@ class ImportanceConfig(Section):
     """What the band gates: a token, a sequence's product or its geometric mean; auto is off on-policy, else geo."""
     mode: Literal["mask", "clip", "trunc"] = "mask"
     """Outside the band: weight 0 (mask), clamped to it (clip), or cut at its upper end (trunc)."""
+    gate: Literal["ratio", "binary_kl", "tv"] = "ratio"
+    """What the band bounds: the probability ratio, or from above a distance of the two policies."""
     low: NotNegative = 0.5
-    """Lower end of the band of the probability ratio."""
+    """Lower end of the band, for gate ratio."""
     high: Positive = 2.0
-    """Upper end of the band of the probability ratio."""
+    """Upper end of the band."""
+
+
+class KlConfig(Section):
+    """Penalty on the distance from a reference."""
+
+    coefficient: NotNegative = 0.0
+    """Weight of the penalty; 0 is off, and no reference is loaded."""
+    kind: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """Estimate of the divergence at a token; auto is k1 in the reward and k3 as a loss."""
+    use: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or of the reward of each token, for estimators that take it there."""
+    ref: Literal["model", "rollout"] = "model"
+    """The reference: a frozen model, or the policy that sampled."""
+    model: Text | None = None
+    """Folder or hub name of the frozen model; without it, the model that the run begins with."""
+    target: Positive | None = None
+    """Divergence that the coefficient is steered towards; without it, the coefficient stays."""
+    horizon: Count = 10_000
+    """Rollouts over which the steered coefficient changes by up to a fifth."""
 
 
 class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
-    """Advantage estimator."""
-    loss: Literal["ppo", "reinforce"] = "ppo"
-    """Policy loss."""
+    estimator: Annotated[Text, _one_of(ESTIMATORS, "Advantage estimator")] = "grpo"
+    loss: Annotated[Text, _one_of(LOSSES, "Policy loss")] = "ppo"
     aggregation: Literal["token_mean", "rollout_mean_token_mean", "group_mean_token_mean",
                          "rollout_mean_token_sum"] = "token_mean"
     """How token losses become one number, over the whole optimizer window."""
@@ -161,7 +193,17 @@ class AlgorithmConfig(Section):
     clip_high: NotNegative = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: Annotated[float, Gt(1), _NUMBER] | None = None
-    """Bound on the ratio of tokens with a negative advantage."""
+    """Bound on the ratio of tokens with a negative advantage, for loss ppo."""
+    ceiling: Annotated[float, Ge(1), _NUMBER] | None = None
+    """Most that loss cispo weighs a token; without it, 5."""
+    gamma: Share = 1.0
+    """Discount a sampled token, for estimators that have one."""
+    lam: Share = 0.95
+    """λ of generalised advantage estimation."""
+    entropy_coefficient: NotNegative = 0.0
+    """Weight of the policy's entropy, which is added to what is maximised."""
+    teacher: Text | None = None
+    """Folder or hub name of the model that estimator on_policy_distill learns from."""
     reward_clip: Positive = 10.0
     """Rewards are clipped to this size, either sign, before the baseline."""
     updates_per_batch: Count = 1
@@ -173,6 +215,7 @@ class AlgorithmConfig(Section):
     truncation_coefficient: Annotated[float, Le(1), _NUMBER] = 1.0
     """Factor on the positive reward of a rollout that length cut off; a negative value replaces the reward."""
     importance: ImportanceConfig = ImportanceConfig()
+    kl: KlConfig = KlConfig()
 
 
 class ActorConfig(Section):
@@ -300,129 +343,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if problems := list(_contradictions(self)):
+        if problems := list(contradictions(self)):
             raise ValueError("\n".join(problems))
         return self
-
-    def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The options as TOML, also written to `path` if given; those that are None are left out."""
-        text = tomli_w.dumps(_without_none(self.model_dump()))
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8", newline="\n")
-        return text
 
 
 def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: _without_none(value) if isinstance(value, dict) else value
             for key, value in tree.items() if value is not None}
-
-
-def _contradictions(config: Config) -> Iterator[str]:
-    """Options that are fine by themselves but not together, each with what to change."""
-    yield from _batch_contradictions(config)
-    yield from _policy_contradictions(config)
-    yield from _engine_contradictions(config)
-    yield from _placement_contradictions(config)
-    rollout, evaluation = config.rollout, config.eval
-    if rollout.max_tokens >= rollout.max_context:
-        yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
-               f"{rollout.max_context}; write a smaller max_tokens or a larger max_context")
-    if config.algorithm.overlong_buffer > rollout.max_tokens:
-        yield (f"algorithm.overlong_buffer: {config.algorithm.overlong_buffer} is more than rollout.max_tokens = "
-               f"{rollout.max_tokens}; write at most that")
-    if rollout.dynamic_filter and rollout.dynamic_filter[0] >= rollout.dynamic_filter[1]:
-        yield (f"rollout.dynamic_filter: {list(rollout.dynamic_filter)} admits no group; write [low, high] with "
-               "low < high")
-    if evaluation.k > 1 and evaluation.temperature == 0:
-        yield (f"eval.k: {evaluation.k} greedy rollouts of a task are all the same; write eval.k = 1 or "
-               "eval.temperature > 0")
-
-
-def _batch_contradictions(config: Config) -> Iterator[str]:
-    groups, size = config.rollout.groups_per_step, config.rollout.group_size
-    updates, ranks = config.algorithm.updates_per_batch, config.actor.world_size
-    if size < 2:
-        yield (f"rollout.group_size: {size} with algorithm.estimator = {config.algorithm.estimator!r}, whose baseline "
-               "is made of the other rollouts of the task; write rollout.group_size >= 2")
-    if groups % updates:
-        yield (f"algorithm.updates_per_batch: {updates} does not divide rollout.groups_per_step = {groups}; write a "
-               f"divisor of it or rollout.groups_per_step = {-(-groups // updates) * updates}")
-    elif (rollouts := groups // updates * size) % ranks:
-        yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update ({groups // updates} "
-               f"groups of {size}); write a divisor of {rollouts}")
-
-
-_ENGINE_OPTIONS = {
-    "model": "model", "tokenizer": "model", "dtype": "rollout.dtype", "max_model_len": "rollout.max_context",
-    "max_num_seqs": "rollout.max_concurrency", "seed": "seed", "generation_config": None,
-    "override_generation_config": None, "logprobs_mode": None, "skip_tokenizer_init": None,
-    "worker_extension_cls": None, "weight_transfer_config": None, "data_parallel_size": None, "scheduling_policy": None,
-    "enable_return_routed_experts": "rollout.routed_experts", "enable_sleep_mode": "rollout.release_memory",
-    "watermark_config": None}
-"""Arguments of vLLM that are set for it, and the options that do so."""
-
-
-def _engine_contradictions(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.engine == "transformers" and rollout.engine_args:
-        yield (f"rollout.engine_args: {', '.join(rollout.engine_args)} with rollout.engine = 'transformers', which "
-               "takes none; leave them out or write rollout.engine = 'vllm'")
-    if rollout.engine == "transformers" and rollout.engines > 1:
-        yield (f"rollout.engines: {rollout.engines} with rollout.engine = 'transformers', which runs in the trainer's "
-               "own process; write rollout.engines = 1 or rollout.engine = 'vllm'")
-    for name in ("routed_experts", "release_memory"):
-        if rollout.engine == "transformers" and getattr(rollout, name):
-            yield (f"rollout.{name}: true with rollout.engine = 'transformers', which cannot; write rollout.engine = "
-                   f"'vllm' or rollout.{name} = false")
-    for name in rollout.engine_args:
-        if name in _ENGINE_OPTIONS:
-            option = _ENGINE_OPTIONS[name]
-            yield (f"rollout.engine_args.{name}: is set by the run itself; "
-                   + (f"write {option} instead" if option else "leave it out"))
-    if rollout.engine == "vllm" and rollout.temperature < 0.01:
-        yield (f"rollout.temperature: {rollout.temperature} with rollout.engine = 'vllm', which samples at 0.01 or "
-               "more; write at least that")
-
-
-def _placement_contradictions(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if config.placement == "ray" and rollout.engine == "transformers":
-        yield ("placement: 'ray' with rollout.engine = 'transformers', which samples in the trainer's own process; "
-               "write rollout.engine = 'vllm' or placement = 'local'")
-    if config.placement == "local" and rollout.runners > 1:
-        yield (f"rollout.runners: {rollout.runners} with placement = 'local', where this process plays; write "
-               "placement = 'ray' or rollout.runners = 1")
-    if rollout.runners > 1 and rollout.server_port:
-        yield (f"rollout.server_port: {rollout.server_port} for {rollout.runners} runners, which cannot all listen "
-               "there; write 0 or rollout.runners = 1")
-    if rollout.release_memory and rollout.max_staleness:
-        yield (f"rollout.release_memory: true with rollout.max_staleness = {rollout.max_staleness}, where engine and "
-               "actor work at the same time; write rollout.max_staleness = 0 or release_memory = false")
-
-
-def _policy_contradictions(config: Config) -> Iterator[str]:
-    rollout, algorithm, importance = config.rollout, config.algorithm, config.algorithm.importance
-    if importance.level == "off" and rollout.max_staleness:
-        yield (f"algorithm.importance.level: 'off' with rollout.max_staleness = {rollout.max_staleness} would train "
-               "stale tokens as if they were fresh; write 'auto', 'token', 'seq', 'geo' or rollout.max_staleness = 0")
-    if importance.mode != "mask" and importance.level != "token":
-        yield (f"algorithm.importance.mode: {importance.mode!r} works on tokens; write algorithm.importance.level = "
-               "'token' or mode = 'mask'")
-    if importance.low > importance.high:
-        yield (f"algorithm.importance.low: {importance.low} is above algorithm.importance.high = {importance.high}; "
-               "write low <= high")
-    ratio = "algorithm.loss = 'ppo'" if algorithm.loss == "ppo" else (
-        f"algorithm.importance.level = {importance.level!r}" if config.importance_level != "off" else None)
-    for name, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
-        if ratio and value != off:
-            yield (f"rollout.{name}: {value} with {ratio}: the sampler renormalises over the tokens it kept and the "
-                   f"trainer does not, so every ratio would be off; write rollout.{name} = {off}")
-    if algorithm.loss == "reinforce" and algorithm.updates_per_batch > 1:
-        yield (f"algorithm.updates_per_batch: {algorithm.updates_per_batch} with algorithm.loss = 'reinforce', which "
-               "holds for one update a batch; write algorithm.updates_per_batch = 1 or algorithm.loss = 'ppo'")
-    if algorithm.loss == "reinforce" and algorithm.dual_clip is not None:
-        yield (f"algorithm.dual_clip: {algorithm.dual_clip} with algorithm.loss = 'reinforce', which has no ratio to "
-               "clip; leave it out or write algorithm.loss = 'ppo'")
-    if algorithm.token_sum_divisor is not None and algorithm.aggregation != "rollout_mean_token_sum":
-        yield (f"algorithm.token_sum_divisor: {algorithm.token_sum_divisor} is not used by algorithm.aggregation = "
-               f"{algorithm.aggregation!r}; leave it out or write aggregation = 'rollout_mean_token_sum'")

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from molt_gym.errors import RunFailed
 
 from .actor.actor import Actor, ActorLost
+from .algorithms.kl import AdaptiveKl
 from .batch import usable, windows
 from .checkpoint import load_state, newest_checkpoint, save_checkpoint
 from .config import Config
@@ -61,6 +62,7 @@ class Loop:
     """What the parity probe is to find, where the actor has left the GPU by then."""
 
     def __post_init__(self) -> None:
+        self.kl = self._kl({})
         self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
         self.watchdog = Watchdog(self.config.failures.watchdog, self.sampler.pending, self.progress.message)
 
@@ -81,6 +83,7 @@ class Loop:
             if path:
                 await self._to_the_end(asyncio.to_thread(self.actor.load, path / "actor"))
         self.pool.load_state(state["pool"])
+        self.kl = self._kl(state)
         self.step, self.exhausted, self._checkpoint = state["step"], False, path
         self.run_dir.cut_metrics(self.step if path else -1)
         if not path:
@@ -175,16 +178,17 @@ class Loop:
             rows, more = windows(groups, self.config)
             with self.watchdog.doing(f"training step {self.step + 1}"):
                 await self._enter_gpu(self.actor)
-                metrics |= more | await asyncio.to_thread(self.actor.train, rows)
+                metrics |= more | await asyncio.to_thread(self.actor.train, rows, self.kl.coefficient)
+            metrics |= self.kl.step(metrics, sum(map(len, groups)))
         with self.watchdog.doing("the evaluation that runs, before the weights change"):
             await self._served(self.evaluations.finish(), self._give_up_evaluation)
         self.step, self._checkpoint = self.step + 1, None
         sent = time.perf_counter()
         await self._send_weights()
         self.pool.confirm(batch)
-        times["time/weights"] = time.perf_counter() - sent
-        times["time/generate"] = self.engine.busy_seconds - busy
-        times["time/step"] = time.perf_counter() - started
+        now = time.perf_counter()
+        times |= {"time/weights": now - sent, "time/step": now - started,
+                  "time/generate": self.engine.busy_seconds - busy}
         metrics |= times | fault_metrics(self.sampler.take_faults())
         metrics |= rates(metrics, batch.played, groups)
         if self.losses:
@@ -255,6 +259,11 @@ class Loop:
         # A step that waits for it is given up: the one that is evaluated was saved.
         await self.evaluations.cancel()
 
+    def _kl(self, state: dict[str, Any]) -> AdaptiveKl:
+        kl = self.config.algorithm.kl
+        steered = kl.target is not None and state.get("kl_coefficient")
+        return AdaptiveKl(steered or kl.coefficient, kl.target, kl.horizon)
+
     async def _stop(self) -> None:
         await self.evaluations.cancel()
         await self.pool.close()
@@ -283,10 +292,11 @@ class Loop:
 
     async def _save(self) -> Path:
         if self._checkpoint is None:
-            state, folder = {"pool": self.pool.state()}, self.run_dir.checkpoints_path
+            state = {"pool": self.pool.state(), "kl_coefficient": self.kl.coefficient}
             with self.watchdog.doing(f"saving step {self.step}"):
                 self._checkpoint = await self._to_the_end(asyncio.to_thread(
-                    save_checkpoint, folder, self.step, self.actor, state, self.config.checkpoint.keep))
+                    save_checkpoint, self.run_dir.checkpoints_path, self.step, self.actor, state,
+                    self.config.checkpoint.keep))
         return self._checkpoint
 
     async def _try_save(self) -> str:

@@ -122,7 +122,7 @@ class Actor:
         self.parts, self.updates = parts, 0
         parts.log.append("actor")
 
-    def train(self, windows: Any) -> dict[str, float]:
+    def train(self, windows: Any, kl: float | None = None) -> dict[str, float]:
         self.parts.train()
         self.updates += 1
         return {"updates": self.updates}
@@ -413,7 +413,7 @@ async def test_rollouts_whose_rows_are_lost_are_failed_ones(parts_of) -> None:
     parts.play = play
     actor = Actor(parts)
     actor.lost = lambda sources: [source == "node 2" for source in sources]
-    actor.train = lambda windows: trained.extend(row.source for window in windows for row in window) or {}
+    actor.train = lambda windows, kl: trained.extend(row.source for window in windows for row in window) or {}
     parts.loop.make_actor = lambda: actor
     await asyncio.wait_for(parts.run(), WAIT)
     assert trained == ["node 0", "node 1", "node 3"]

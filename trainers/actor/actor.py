@@ -24,8 +24,8 @@ class Actor(Protocol):
     updates: int
     """Optimizer updates so far, skipped ones included."""
 
-    def train(self, windows: Sequence[Sequence[AnyRow]]) -> dict[str, float]:
-        """One optimizer update a window; returns metrics by name."""
+    def train(self, windows: Sequence[Sequence[AnyRow]], kl: float | None = None) -> dict[str, float]:
+        """One optimizer update a window; returns metrics by name. kl: coefficient now, if it changes."""
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

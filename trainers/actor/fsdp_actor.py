@@ -1,8 +1,8 @@
 """The policy on FSDP2: float32 masters, gradients summed over micro-batches and ranks, AdamW.
 
 Every rank gets all rows and takes its share, so all ranks agree on what there is without asking each other. Invariants:
-a row whose advantage is 0 has no gradient and is not computed, yet it counts in the weights of the others; a gradient
-that is not finite changes nothing and is counted; dropout is off, so that trainer and sampler are one distribution.
+a row that has no gradient is not computed, yet it counts in the weights of the others; a gradient that is not finite
+changes nothing and is counted; a reference model is there only if its log-probabilities are used.
 """
 
 import math
@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,43 +18,34 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 
 from ..algorithms.importance import importance_coefficients
-from ..algorithms.losses import LossOptions, policy_loss
+from ..algorithms.kl import kl_loss
+from ..algorithms.losses import LossOptions, aggregate, policy_loss
 from ..algorithms.metrics import Metrics, add, mean_of, means
-from ..architecture import check_architecture
 from ..config import Config
+from .model import Policy, load_policy, reshard
 from .optimizer import adamw, learning_rate, optimizer_state
 from .packing import MicroBatch, TrainRow, balance, collate, micro_batches
+from .scoring import Scoring, token_advantages
 
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """What a rank needs: the model folder, the run's options, its compute dtype, and how many updates are planned."""
+    """What a rank needs: the model folder, the run's options, its compute dtype, and how many updates are planned.
+
+    reference: folder of the frozen model that a KL or a teacher needs; without it, `path`.
+    """
 
     path: str
     config: Config
     dtype: torch.dtype
     total_updates: int
-
-
-class _Policy(nn.Module):
-    """The decoder, and the head on the positions that are scored only."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        hidden = self.model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                       attention_mask=batch.attention_mask, use_cache=False).last_hidden_state
-        return self.model.get_output_embeddings()(hidden.flatten(0, 1)[batch.sources])
+    reference: str | None = None
 
 
 class FsdpActor:
@@ -64,35 +56,22 @@ class FsdpActor:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", self._rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-        config = AutoConfig.from_pretrained(spec.path)
-        check_architecture(config, spec.config.rollout.max_context)
-        self._export_dtype = config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32, attn_implementation="sdpa")
-        self._policy = _Policy(model.to(self._device).eval())
-        self._shard()
-        self._named = dict(model.named_parameters())
+        self._export_dtype = AutoConfig.from_pretrained(spec.path).dtype or torch.float32
+        load = partial(load_policy, device=self._device, ranks=self._ranks, compute=spec.dtype,
+                       max_context=spec.config.rollout.max_context)
+        self._policy = load(spec.path)
+        self._named = dict(self._policy.model.named_parameters())
         self._optimizer = adamw(self._named.values(), self._config.actor)
+        self._scoring = Scoring.of(spec.config)
+        self._reference = load(spec.reference or spec.path, frozen=True) if self._scoring.frozen else None
+        self._kl = 0.0
         self.updates = 0
 
-    def _shard(self) -> None:
-        mesh = init_device_mesh(self._device.type, (self._ranks,))
-        precision = MixedPrecisionPolicy(param_dtype=self._spec.dtype, reduce_dtype=torch.float32)
-        options = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": self._ranks > 1}
-        for layer in self._policy.model.base_model.layers:
-            fully_shard(layer, **options)
-        fully_shard(self._policy, **options)
-        self._sharded = [module for module in self._policy.modules() if isinstance(module, FSDPModule)]
-        for module in self._sharded:
-            # Losses are sums over all ranks, so gradients are too; FSDP would average, and gloo cannot scale.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-    def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, float]:
-        """One optimizer update a window."""
-        total: Metrics = {}
+    def train(self, windows: Sequence[Sequence[TrainRow]], kl: float | None = None) -> dict[str, float]:
+        """One optimizer update a window; kl: coefficient now, if it is not that of the options."""
         started = time.perf_counter()
-        if len(windows) > 1:
-            self._score([row for window in windows for row in window if row.advantage])
+        self._kl = self._config.algorithm.kl.coefficient if kl is None else kl
+        total = self._prepare([row for window in windows for row in window], len(windows) > 1)
         scored = time.perf_counter()
         for window in windows:
             add(total, self._update(window))
@@ -100,7 +79,7 @@ class FsdpActor:
         return result | {"time/logprobs": scored - started, "time/train": time.perf_counter() - scored}
 
     def _update(self, window: Sequence[TrainRow]) -> Metrics:
-        batches, steps = self._share([row for row in window if row.advantage])
+        batches, steps = self._share([row for row in window if row.teaches or self._scoring.all_rows])
         if not steps:
             return self._measure(window)
         total: Metrics = {}
@@ -150,44 +129,76 @@ class FsdpActor:
         shares = [micro_batches(share, limit) for share in balance(rows, self._ranks)]
         return [collate(tries, self._device) for tries in shares[self._rank]], max(map(len, shares))
 
-    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _logprobs(self, batch: MicroBatch, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
         """[N] log π of the trainable tokens; [S, V] logits under the sampling temperature and [S] their logsumexp."""
-        scaled, temperature = self._policy(batch).float(), self._config.rollout.temperature
+        scaled, temperature = policy(batch).float(), self._config.rollout.temperature
         if temperature != 1:
             scaled = scaled / temperature
         lse = scaled.logsumexp(-1)
         return scaled[batch.source_of, batch.targets] - lse[batch.source_of], scaled, lse
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        logp, scaled, lse = self._logprobs(batch)
+        logp, scaled, lse = self._logprobs(batch, self._policy)
         known = [row.old_logprobs for row in batch.order]
         old = logp.detach() if None in known else logp.new_tensor([value for values in known for value in values])
         algorithm = self._config.algorithm
         importance = algorithm.importance
         coefficients, metrics = importance_coefficients(
             old, batch.behaviour, batch.rows, level=self._config.importance_level, mode=importance.mode,
-            low=importance.low, high=importance.high)
-        options = LossOptions(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
+            gate=importance.gate, low=importance.low, high=importance.high)
+        options = LossOptions(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip,
+                              algorithm.ceiling or LossOptions.ceiling)
         loss, more = policy_loss(algorithm.loss, logp, old, batch.advantages, batch.weights, batch.rows,
                                  coefficients=coefficients, options=options)
-        with torch.no_grad():
-            entropy = lse - torch.einsum("sv,sv->s", (scaled - lse[:, None]).exp_(), scaled)
-        return loss, metrics | more | {"policy/entropy": mean_of(entropy[batch.source_of])}
+        metrics |= more
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._scoring.entropy):
+            entropy = (lse - torch.einsum("sv,sv->s", (scaled - lse[:, None]).exp_(), scaled))[batch.source_of]
+        metrics["policy/entropy"] = mean_of(entropy)
+        if self._scoring.entropy:
+            loss = loss - algorithm.entropy_coefficient * aggregate(entropy, batch.weights)
+        if self._scoring.kl_loss:
+            reference = batch.behaviour if batch.reference is None else batch.reference
+            distance, more = kl_loss(logp, reference, batch.weights, self._scoring.kind, algorithm.kl.ref)
+            loss, metrics = loss + self._kl * distance, metrics | more
+        return loss, metrics
+
+    def _prepare(self, rows: Sequence[TrainRow], several: bool) -> Metrics:
+        """Score rows and give tokens their advantages, as far as the updates need it; several: of them."""
+        scoring, metrics, old = self._scoring, {}, {}
+        if scoring.kl_reward or several:
+            old = self._score(self._policy, [row for row in rows
+                                             if row.teaches or scoring.per_token or scoring.all_rows])
+        if self._reference is not None:
+            reference = self._score(self._reference, rows)
+            reshard(self._reference)
+            for row in rows:
+                row.ref_logprobs = reference[row.row]
+        if scoring.per_token:
+            metrics = token_advantages(rows, old, self._config, self._kl)
+        for row in rows if several else ():
+            # In the first update of a batch π is π_old.
+            row.old_logprobs = old.get(row.row)
+        return {name: value.to(self._device) for name, value in metrics.items()} if self._rank == 0 else {}
 
     @torch.no_grad()
-    def _score(self, rows: Sequence[TrainRow]) -> None:
-        """Fill in log π_old, which every rank needs for its share of each window."""
+    def _score(self, policy: Policy, rows: Sequence[TrainRow]) -> dict[int, list[float]]:
+        """Log-probabilities of the trained tokens by row, which every rank needs for its share of each window."""
         batches, steps = self._share(rows)
         found: dict[int, list[float]] = {}
         for step in range(steps):
             batch = batches[step] if step < len(batches) else self._lent(rows)
-            values = self._logprobs(batch)[0].tolist()
+            values = self._logprobs(batch, policy)[0].tolist()
             for row in batch.order if step < len(batches) else ():
                 found[row.row], values = values[: len(row.trained)], values[len(row.trained) :]
         everything: list[dict[int, list[float]]] = [{}] * self._ranks
         dist.all_gather_object(everything, found)
-        for row in rows:
-            row.old_logprobs = next(part[row.row] for part in everything if row.row in part)
+        return {row: values for part in everything for row, values in part.items()}
+
+    def score(self, rows: Sequence[TrainRow]) -> list[list[float]]:
+        """log π of each row's trained tokens, under the sampling temperature; all ranks must call."""
+        found = self._score(self._policy, rows)
+        reshard(self._policy)
+        return [found[row.row] for row in rows]
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -245,8 +256,7 @@ class FsdpActor:
                               f"{_cause(error)}") from error
         self.updates = int(state["updates"])
         # A forward pass that no backward pass followed leaves the old weights gathered.
-        for module in self._sharded:
-            module.reshard()
+        reshard(self._policy)
 
     def export(self, folder: Path) -> None:
         """Write the model as transformers does, in the dtype that it came in."""
@@ -270,7 +280,8 @@ class FsdpActor:
         if self._device.type == "cpu":
             return
         # FSDP gives gathered parameters back first, and each parameter stays the object that the optimizer knows.
-        self._policy.to(device)
+        for policy in filter(None, (self._policy, self._reference)):
+            policy.to(device)
         for state in self._optimizer.state.values():
             state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
         torch.cuda.empty_cache()

@@ -67,9 +67,9 @@ class LocalActor:
         """Optimizer updates so far."""
         return self._first.updates
 
-    def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, float]:
+    def train(self, windows: Sequence[Sequence[TrainRow]], kl: float | None = None) -> dict[str, float]:
         """One optimizer update a window."""
-        return self._call("train", windows)
+        return self._call("train", windows, kl)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters."""
@@ -89,6 +89,10 @@ class LocalActor:
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probabilities of a text, at temperature 1."""
         return self._call("logprobs", ids)
+
+    def score(self, rows: Sequence[TrainRow]) -> list[list[float]]:
+        """Log-probabilities of each row's trained tokens."""
+        return self._call("score", rows)
 
     def save(self, folder: Path) -> None:
         """Write a sharded checkpoint."""

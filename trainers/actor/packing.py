@@ -22,7 +22,9 @@ class TrainRow:
 
     ids, mask: [L], mask 1 where the id is trained. logprobs: [L] log μ of the sampler, where mask is 1.
     advantage, weight: of its rollout; weight is that of each token in the loss of the optimizer window.
-    row, group: numbers of the row in the batch and of its task. old_logprobs: [trained] log π_old, once computed.
+    row, group, rollout: numbers of the row in the batch, of its task and of its rollout. reward: of it, shaped.
+    old_logprobs, ref_logprobs: [trained] log π_old and log π_ref, once computed. advantages: [trained], in the place of
+    `advantage`, from an estimator that works on tokens.
     """
 
     ids: list[int]
@@ -32,12 +34,26 @@ class TrainRow:
     weight: float
     row: int
     group: int
+    rollout: int = 0
+    reward: float = 0.0
     old_logprobs: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    advantages: list[float] | None = None
 
     @property
     def trained(self) -> list[int]:
         """Positions whose id is trained; the first id of a row has no predecessor that could score it."""
         return [position for position, bit in enumerate(self.mask) if bit and position]
+
+    @property
+    def behaviour(self) -> list[float]:
+        """[trained] log μ."""
+        return [self.logprobs[position] for position in self.trained]
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its advantages have a gradient."""
+        return bool(self.advantage) if self.advantages is None else any(self.advantages)
 
 
 @dataclass(frozen=True)
@@ -50,20 +66,25 @@ class RemoteRow:
     weight: float
     row: int
     group: int
+    rollout: int = 0
+    reward: float = 0.0
 
     def fetched(self, rows: Sequence[Row]) -> TrainRow:
         """With its tokens; `rows` are those at its source."""
-        return train_row(rows[self.number], self.advantage, self.weight, self.row, self.group)
+        return train_row(rows[self.number], self.advantage, self.weight, self.row, self.group, self.rollout,
+                         self.reward)
 
 
 AnyRow = TrainRow | RemoteRow
 
 
-def train_row(row: Row | RowRef, advantage: float, weight: float, number: int, group: int) -> AnyRow:
+def train_row(
+    row: Row | RowRef, advantage: float, weight: float, number: int, group: int, rollout: int = 0, reward: float = 0.0
+) -> AnyRow:
     """A recorded row with what the loss needs of its rollout; see `TrainRow`."""
     if isinstance(row, RowRef):
-        return RemoteRow(row.source, row.number, advantage, weight, number, group)
-    return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group)
+        return RemoteRow(row.source, row.number, advantage, weight, number, group, rollout, reward)
+    return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group, rollout, reward)
 
 
 @dataclass
@@ -96,7 +117,7 @@ class MicroBatch:
 
     input_ids, position_ids: [B, T]. attention_mask: [B, 1, T, T] bool. sources: [S] positions in [B·T] whose logits are
     needed; source_of: [N] index into them. targets, behaviour, advantages, weights, rows: [N]. order: the rows, in the
-    order of their tokens in the flat list.
+    order of their tokens in the flat list. reference: [N] log π_ref, where all rows have it.
     """
 
     input_ids: Tensor
@@ -110,6 +131,7 @@ class MicroBatch:
     weights: Tensor
     rows: Tensor
     order: list[TrainRow]
+    reference: Tensor | None = None
 
 
 def build_trie(rows: Sequence[TrainRow]) -> Trie:
@@ -160,19 +182,23 @@ def collate(tries: Sequence[Trie], device: torch.device) -> MicroBatch:
         position_ids[b, :size] = torch.tensor(trie.positions)
         mask[b, 0, :size, :size] = trie.attention()
         for row, path in zip(trie.rows, trie.paths, strict=True):
-            for position in row.trained:
+            positions = row.trained
+            advantages = [row.advantage] * len(positions) if row.advantages is None else row.advantages
+            for position, advantage in zip(positions, advantages, strict=True):
                 source_of.append(sources.setdefault(b * width + path[position - 1], len(sources)))
-                tokens.append((row.ids[position], row.logprobs[position], row.advantage, row.weight, row.row))
+                tokens.append((row.ids[position], row.logprobs[position], advantage, row.weight, row.row))
     targets, behaviour, advantages, weights, numbers = zip(*tokens, strict=True) if tokens else ((),) * 5
 
     def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=device)
 
+    order = [row for trie in tries for row in trie.rows]
+    scored = all(row.ref_logprobs is not None for row in order)
     return MicroBatch(
         input_ids.to(device), position_ids.to(device), mask.to(device), flat(sources, torch.long),
         flat(source_of, torch.long), flat(targets, torch.long), flat(behaviour, torch.float32),
-        flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long),
-        [row for trie in tries for row in trie.rows])
+        flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long), order,
+        flat((value for row in order for value in row.ref_logprobs), torch.float32) if scored else None)
 
 
 def balance(rows: Sequence[TrainRow], shares: int) -> list[list[TrainRow]]:

@@ -4,6 +4,7 @@ Invariants: values and gradients are finite whatever the log-probabilities; noth
 clamped. Source of the estimators: Schulman 2020, "Approximating KL divergence".
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,3 +79,11 @@ class AdaptiveKl:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coefficient *= 1 + error * min(rollouts / self.horizon, 1)
         return self.coefficient
+
+    def step(self, metrics: Mapping[str, float], rollouts: int) -> dict[str, float]:
+        """`update` by a step's policy/kl_ref, if it has one; policy/kl_coefficient as it was in the step."""
+        if "policy/kl_ref" not in metrics:
+            return {}
+        used = self.coefficient
+        self.update(metrics["policy/kl_ref"], rollouts)
+        return {"policy/kl_coefficient": used}

@@ -32,6 +32,7 @@ class Settings:
     token_sum_divisor: int | None = None
     updates_per_batch: int = 1
     kl: float = 0.0
+    kl_kind: Literal["auto", "k1", "k2", "k3"] = "auto"
     kl_use: Literal["loss", "reward"] = "loss"
     kl_ref: Literal["model", "rollout"] = "model"
     kl_target: float | None = None
@@ -101,9 +102,9 @@ def _estimator(s: Settings, traits: EstimatorTraits) -> Iterator[str]:
         yield (f"critic: is configured, and {which} has none; leave it out or write algorithm.estimator = "
                f"{_having(ESTIMATORS, 'needs_critic')}")
     if s.teacher != traits.needs_teacher:
-        yield (f"teacher: is configured, and {which} has none; leave it out or write algorithm.estimator = "
+        yield (f"algorithm.teacher: is configured, and {which} has none; leave it out or write algorithm.estimator = "
                f"{_having(ESTIMATORS, 'needs_teacher')}" if s.teacher else
-               f"teacher: missing, and {which} is made of its log-probabilities; name a model")
+               f"algorithm.teacher: missing, and {which} is made of its log-probabilities; name a model")
     if not traits.ignores_reward:
         return
     for option, value, off in (("rollout.dynamic_filter", s.dynamic_filter, False),
@@ -124,6 +125,9 @@ def _kl(s: Settings, traits: EstimatorTraits) -> Iterator[str]:
     if traits.needs_teacher and s.kl_ref == "rollout":
         yield (f"algorithm.kl.ref: 'rollout' with {which}, whose reference is the teacher; write algorithm.kl.ref = "
                "'model'")
+    if traits.needs_teacher and s.kl_kind in ("k2", "k3"):
+        yield (f"algorithm.kl.kind: {s.kl_kind!r} with {which}, which is the difference itself; write kl.kind = 'k1' "
+               "or leave it out")
     if s.kl_target is not None and not s.kl:
         yield (f"algorithm.kl.target: {s.kl_target} with algorithm.kl.coefficient = 0, which stays 0 whatever it is "
                "multiplied by; write kl.coefficient > 0 to start from, or leave the target out")

@@ -5,6 +5,7 @@ ends the call and the actor with an error that names it; rows and weights do not
 over the weights itself.
 """
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ class RayActor:
         self.updates = 0
         self._lost: ActorLost | None = None
         self._numbers = 0
-        spec = replace(spec, path=str(Path(spec.path).absolute()))
+        spec = replace(spec, path=str(Path(spec.path).absolute()),
+                       reference=spec.reference and str(Path(spec.reference).absolute()))
         self._ranks = [ray.remote(Rank).options(**chosen).remote() for chosen in options]
         count, timeout = len(self._ranks), spec.config.ray.start_timeout
         try:
@@ -50,19 +52,19 @@ class RayActor:
                 raise RunFailed(f"{len(absent)} of {count} actor ranks got no place in the cluster within "
                                 f"ray.start_timeout = {timeout:g} s; write a longer one or free resources")
             (meeting,) = self._answers([self._ranks[0].call.remote("open", count)])
-            self._answers([rank.call.remote("start", spec, number, count, *meeting[0])
+            self._answers([rank.call.remote("start", spec, number, count, *meeting[0], list(sys.path))
                            for number, rank in enumerate(self._ranks)])
         except BaseException:
             self.close()
             raise
 
-    def train(self, windows: Sequence[Sequence[AnyRow]]) -> dict[str, float]:
+    def train(self, windows: Sequence[Sequence[AnyRow]], kl: float | None = None) -> dict[str, float]:
         """One optimizer update a window.
 
         Raises:
             RunFailed: rows are lost; see `lost`.
         """
-        return self._call("train", ray.put(windows))[0]
+        return self._call("train", ray.put(windows), kl)[0]
 
     def lost(self, sources: Sequence[Any]) -> list[bool]:
         """Which of these sources of rows are lost with their nodes. The ranks take the others over, for `train`."""

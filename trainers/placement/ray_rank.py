@@ -9,6 +9,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,8 +56,9 @@ class Rank:
         self._store: dist.Store = dist.TCPStore(address, 0, ranks, is_master=True, wait_for_workers=False)
         return address, self._store.port
 
-    def start(self, spec: ActorSpec, rank: int, ranks: int, address: str, port: int) -> None:
-        """Join the others and load the model."""
+    def start(self, spec: ActorSpec, rank: int, ranks: int, address: str, port: int, paths: Sequence[str] = ()) -> None:
+        """Join the others and load the model; paths: where modules are found, the user's own with their losses too."""
+        sys.path += [path for path in paths if path not in sys.path]
         if name := _interface(ray.util.get_node_ip_address()):
             # Else gloo takes the one that the host's name resolves to, which is often the loopback.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -79,14 +81,14 @@ class Rank:
                 self._rows[source] = None
         return [self._rows[source] is None for source in sources]
 
-    def train(self, windows: Sequence[Sequence[AnyRow]]) -> dict[str, float]:
+    def train(self, windows: Sequence[Sequence[AnyRow]], kl: float | None = None) -> dict[str, float]:
         """`FsdpActor.train`, once the rows are here."""
         try:
             lost = self.fetch([row.source for window in windows for row in window if isinstance(row, RemoteRow)])
             if any(lost):
                 raise RunFailed(f"{sum(lost)} rows are lost with the nodes that had them; call lost() before train()")
             return self._actor.train([[row.fetched(self._rows[row.source] or []) if isinstance(row, RemoteRow) else row
-                                       for row in window] for window in windows])
+                                       for row in window] for window in windows], kl)
         finally:
             self._rows.clear()
 

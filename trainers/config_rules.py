@@ -1,0 +1,121 @@
+"""Rules between the options of a run: what is fine by itself but not together, each with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .algorithms.registry import ESTIMATORS
+from .algorithms.validation import Settings, problems
+
+if TYPE_CHECKING:
+    from .config_schema import Config
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """Options that are fine by themselves but not together, each with what to change."""
+    yield from _batch_contradictions(config)
+    yield from problems(_settings(config))
+    yield from _not_there_yet(config)
+    yield from _engine_contradictions(config)
+    yield from _placement_contradictions(config)
+    rollout, evaluation = config.rollout, config.eval
+    if rollout.max_tokens >= rollout.max_context:
+        yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
+               f"{rollout.max_context}; write a smaller max_tokens or a larger max_context")
+    if config.algorithm.overlong_buffer > rollout.max_tokens:
+        yield (f"algorithm.overlong_buffer: {config.algorithm.overlong_buffer} is more than rollout.max_tokens = "
+               f"{rollout.max_tokens}; write at most that")
+    if rollout.dynamic_filter and rollout.dynamic_filter[0] >= rollout.dynamic_filter[1]:
+        yield (f"rollout.dynamic_filter: {list(rollout.dynamic_filter)} admits no group; write [low, high] with "
+               "low < high")
+    if evaluation.k > 1 and evaluation.temperature == 0:
+        yield (f"eval.k: {evaluation.k} greedy rollouts of a task are all the same; write eval.k = 1 or "
+               "eval.temperature > 0")
+
+
+def _batch_contradictions(config: Config) -> Iterator[str]:
+    groups, size = config.rollout.groups_per_step, config.rollout.group_size
+    updates, ranks = config.algorithm.updates_per_batch, config.actor.world_size
+    if groups % updates:
+        yield (f"algorithm.updates_per_batch: {updates} does not divide rollout.groups_per_step = {groups}; write a "
+               f"divisor of it or rollout.groups_per_step = {-(-groups // updates) * updates}")
+    elif (rollouts := groups // updates * size) % ranks:
+        yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update ({groups // updates} "
+               f"groups of {size}); write a divisor of {rollouts}")
+
+
+_ENGINE_OPTIONS = {
+    "model": "model", "tokenizer": "model", "dtype": "rollout.dtype", "max_model_len": "rollout.max_context",
+    "max_num_seqs": "rollout.max_concurrency", "seed": "seed", "generation_config": None,
+    "override_generation_config": None, "logprobs_mode": None, "skip_tokenizer_init": None,
+    "worker_extension_cls": None, "weight_transfer_config": None, "data_parallel_size": None, "scheduling_policy": None,
+    "enable_return_routed_experts": "rollout.routed_experts", "enable_sleep_mode": "rollout.release_memory",
+    "watermark_config": None}
+"""Arguments of vLLM that are set for it, and the options that do so."""
+
+
+def _engine_contradictions(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine == "transformers" and rollout.engine_args:
+        yield (f"rollout.engine_args: {', '.join(rollout.engine_args)} with rollout.engine = 'transformers', which "
+               "takes none; leave them out or write rollout.engine = 'vllm'")
+    if rollout.engine == "transformers" and rollout.engines > 1:
+        yield (f"rollout.engines: {rollout.engines} with rollout.engine = 'transformers', which runs in the trainer's "
+               "own process; write rollout.engines = 1 or rollout.engine = 'vllm'")
+    for name in ("routed_experts", "release_memory"):
+        if rollout.engine == "transformers" and getattr(rollout, name):
+            yield (f"rollout.{name}: true with rollout.engine = 'transformers', which cannot; write rollout.engine = "
+                   f"'vllm' or rollout.{name} = false")
+    for name in rollout.engine_args:
+        if name in _ENGINE_OPTIONS:
+            option = _ENGINE_OPTIONS[name]
+            yield (f"rollout.engine_args.{name}: is set by the run itself; "
+                   + (f"write {option} instead" if option else "leave it out"))
+    if rollout.engine == "vllm" and rollout.temperature < 0.01:
+        yield (f"rollout.temperature: {rollout.temperature} with rollout.engine = 'vllm', which samples at 0.01 or "
+               "more; write at least that")
+
+
+def _placement_contradictions(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.placement == "ray" and rollout.engine == "transformers":
+        yield ("placement: 'ray' with rollout.engine = 'transformers', which samples in the trainer's own process; "
+               "write rollout.engine = 'vllm' or placement = 'local'")
+    if config.placement == "local" and rollout.runners > 1:
+        yield (f"rollout.runners: {rollout.runners} with placement = 'local', where this process plays; write "
+               "placement = 'ray' or rollout.runners = 1")
+    if rollout.runners > 1 and rollout.server_port:
+        yield (f"rollout.server_port: {rollout.server_port} for {rollout.runners} runners, which cannot all listen "
+               "there; write 0 or rollout.runners = 1")
+    if rollout.release_memory and rollout.max_staleness:
+        yield (f"rollout.release_memory: true with rollout.max_staleness = {rollout.max_staleness}, where engine and "
+               "actor work at the same time; write rollout.max_staleness = 0 or release_memory = false")
+
+
+def _settings(config: Config) -> Settings:
+    rollout, algorithm = config.rollout, config.algorithm
+    kl, importance, engine_args = algorithm.kl, algorithm.importance, rollout.engine_args
+    return Settings(
+        estimator=algorithm.estimator, gamma=algorithm.gamma, loss=algorithm.loss, dual_clip=algorithm.dual_clip,
+        ceiling=algorithm.ceiling, aggregation=algorithm.aggregation, token_sum_divisor=algorithm.token_sum_divisor,
+        updates_per_batch=algorithm.updates_per_batch, kl=kl.coefficient, kl_kind=kl.kind, kl_use=kl.use,
+        kl_ref=kl.ref, kl_target=kl.target, reference=kl.model is not None, teacher=algorithm.teacher is not None,
+        importance=importance.level, mode=importance.mode, gate=importance.gate, low=importance.low,
+        high=importance.high, dynamic_filter=rollout.dynamic_filter is not None,
+        overlong_buffer=algorithm.overlong_buffer, truncation_coefficient=algorithm.truncation_coefficient,
+        group_size=rollout.group_size, groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness,
+        top_p=rollout.top_p, top_k=rollout.top_k, routing_replay=rollout.routed_experts,
+        in_flight_updates=rollout.max_staleness > 0, speculative=bool(engine_args.get("speculative_config")),
+        prefix_cache=bool(engine_args.get("enable_prefix_caching")))
+
+
+def _not_there_yet(config: Config) -> Iterator[str]:
+    name = config.algorithm.estimator
+    try:
+        needs_critic = ESTIMATORS.traits(name).needs_critic
+    except ValueError:
+        return
+    if needs_critic:
+        yield (f"algorithm.estimator: {name!r} needs a critic, and none is trained yet; write algorithm.estimator = "
+               "'reinforce', which is the same without values")
