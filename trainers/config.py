@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -31,9 +31,10 @@ from .config_schema import (
 )
 
 __all__ = ["ActorConfig", "AlgorithmConfig", "CheckpointConfig", "Config", "EvalConfig", "ImportanceConfig",
-           "RolloutConfig", "field_help", "load_config", "parse_cli"]
+           "RolloutConfig", "field_help", "load_config", "load_settings", "parse_cli"]
 
 Keys = tuple[str, ...]
+S = TypeVar("S", bound=Section)
 
 _SHORTHANDS: dict[Keys, Keys] = {("engine",): ("rollout", "engine")}
 
@@ -60,23 +61,35 @@ def load_config(
         ConfigError: an unknown option, a value of the wrong kind, or options that contradict each other.
     """
     given = {name: value for name, value in (("env", env), ("model", model)) if value is not None}
+    return load_settings(Config, given, file=file, preset=preset, overrides=overrides)
+
+
+def load_settings(
+    schema: type[S],
+    given: Mapping[str, Any],
+    *,
+    file: str | os.PathLike[str] | None = None,
+    preset: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> S:
+    """The same for other options than those of `Config`; `given` wins over the other sources."""
     merged: dict[str, Any] = {}
     sources: dict[Keys, str] = {}
     problems: list[str] = []
     for source, tree in (("the model's preset", preset), (f"the file {file}", _read(file) if file else None),
                          ("the overrides", overrides), ("", given)):
-        for path, value in _options(tree or {}, source, problems):
+        for path, value in _options(tree or {}, source, problems, schema):
             _put(merged, path, value)
             sources[path] = source
     if problems:
         raise ConfigError("\n".join(problems))
     try:
-        return Config.model_validate(merged)
+        return schema.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(_explain(error, merged, sources)))) from None
+        raise ConfigError("\n".join(dict.fromkeys(_explain(error, merged, sources, schema)))) from None
 
 
-def parse_cli(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_cli(arguments: Sequence[str], schema: type[Section] = Config) -> dict[str, Any]:
     """Overrides for `load_config` from command-line words such as `--rollout.group-size 8 --eval.after=false`.
 
     A switch without a value is true. Values of text options are taken as they are, others are read as TOML; `none`
@@ -93,7 +106,7 @@ def parse_cli(arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{word!r} on the command line is no option; write --NAME VALUE, such as --steps 10")
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
-        path, field = _resolve(tuple(name.split(".")), "the command line")
+        path, field = _resolve(tuple(name.split(".")), "the command line", schema)
         switch = field is not None and field.annotation is bool
         if not equals and words and not words[0].startswith("--") and (not switch or words[0] in ("true", "false")):
             text = words.pop(0)
@@ -105,10 +118,10 @@ def parse_cli(arguments: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def field_help() -> str:
+def field_help(schema: type[Section] = Config) -> str:
     """One line an option, for `--help`: its name, what it takes, its default and what it does."""
     lines = []
-    for path, field in _fields(Config):
+    for path, field in _fields(schema):
         if path != ("env",):
             default = "" if field.default is None else f" (default: {field.default})"
             name = ".".join(path).replace("_", "-")
@@ -126,31 +139,31 @@ def _read(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _options(
-    tree: Mapping[str, Any], source: str, problems: list[str], prefix: Keys = ()
+    tree: Mapping[str, Any], source: str, problems: list[str], schema: type[Section], prefix: Keys = ()
 ) -> Iterator[tuple[Keys, Any]]:
     """The (path, value) pairs of `tree`; unknown names go to `problems`."""
     for key, value in tree.items():
         try:
-            path, field = _resolve((*prefix, *str(key).replace("__", ".").split(".")), source)
+            path, field = _resolve((*prefix, *str(key).replace("__", ".").split(".")), source, schema)
         except ConfigError as error:
             problems.append(str(error))
             continue
         if field is not None:
             yield path, value
         elif isinstance(value, Mapping):
-            yield from _options(value, source, problems, path)
+            yield from _options(value, source, problems, schema, path)
         else:
             problems.append(f"{'.'.join(path)}{_from(source)}: got {_show(value)}; write a table of its options")
 
 
-def _resolve(path: Keys, source: str) -> tuple[Keys, FieldInfo | None]:
+def _resolve(path: Keys, source: str, schema: type[Section]) -> tuple[Keys, FieldInfo | None]:
     """The option that `path` names, or None for a section. Paths into a free table lead to the table's field."""
-    path = _SHORTHANDS.get(path, path)
-    section: type[Section] = Config
+    path = _SHORTHANDS.get(path, path) if schema is Config else path
+    section = schema
     for i, name in enumerate(path):
         field = section.model_fields.get(name)
         if field is None:
-            raise ConfigError(f"{'.'.join(path)}{_from(source)}: unknown option; " + _nearest(path))
+            raise ConfigError(f"{'.'.join(path)}{_from(source)}: unknown option; " + _nearest(path, schema))
         if not _is_section(field):
             if i + 1 < len(path) and get_origin(field.annotation) is not dict:
                 raise ConfigError(f"{'.'.join(path)}{_from(source)}: unknown option; {'.'.join(path[:i + 1])} takes "
@@ -160,8 +173,8 @@ def _resolve(path: Keys, source: str) -> tuple[Keys, FieldInfo | None]:
     return path, None
 
 
-def _nearest(path: Keys) -> str:
-    known = {".".join(option): option for option, _ in _fields(Config)}
+def _nearest(path: Keys, schema: type[Section]) -> str:
+    known = {".".join(option): option for option, _ in _fields(schema)}
     name = ".".join(path)
 
     def likeness(candidate: str) -> float:
@@ -185,11 +198,13 @@ def _put(tree: dict[str, Any], path: Keys, value: Any) -> None:
         tree[path[-1]] = value
 
 
-def _explain(error: ValidationError, merged: Mapping[str, Any], sources: Mapping[Keys, str]) -> Iterator[str]:
+def _explain(
+    error: ValidationError, merged: Mapping[str, Any], sources: Mapping[Keys, str], schema: type[Section]
+) -> Iterator[str]:
     """One line for each option that is wrong, without pydantic's words."""
     for problem in error.errors(include_url=False):
         path: Keys = ()
-        section, field = Config, None
+        section, field = schema, None
         for name in problem["loc"]:
             if field is not None and not _is_section(field):
                 break

@@ -42,9 +42,14 @@ class _Run:
         lines = [line for line in self.metrics if name in line]
         return [line["step"] for line in lines], [float(line[name]) for line in lines]
 
+    def course(self) -> str:
+        """The name of what is learnt by: a reward, or the loss of supervised fine-tuning."""
+        return "train/loss" if any("train/loss" in line for line in self.metrics) else "reward/mean"
+
     def held_out(self) -> str | None:
-        """The name of the first pass@k over held-out tasks."""
-        return next((name for line in self.metrics for name in line if re.match("eval/.*/pass_at_", name)), None)
+        """The name of the first pass@k over held-out tasks, or of the loss on what is held out."""
+        names = (name for line in self.metrics for name in line)
+        return next((name for name in names if re.match("eval/(.*/pass_at_|loss$)", name)), None)
 
 
 def draw(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, *,
@@ -65,8 +70,8 @@ def draw(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: s
 
     folders = [Path(runs)] if isinstance(runs, str | os.PathLike) else [Path(run) for run in runs]
     loaded = [_load(folder) for folder in folders]
-    if not any(math.isfinite(value) for run in loaded for value in run.series("reward/mean")[1]):
-        raise ValueError(f"no finite reward/mean in {', '.join(map(str, folders)) or 'no folder'}: nothing to draw")
+    if not any(math.isfinite(value) for run in loaded for value in run.series(run.course())[1]):
+        raise ValueError(f"no finite reward or loss in {', '.join(map(str, folders)) or 'no folder'}: nothing to draw")
     common, labels = _describe([run.settings for run in loaded])
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
@@ -88,15 +93,16 @@ def smooth(values: Sequence[float], radius: int) -> list[float]:
 
 
 def _draw_rewards(axes: "Axes", run: _Run, label: str, colour: str, *, alone: bool) -> None:
-    name = "training reward" if alone else label
+    name = f"training {'loss' if run.course() == 'train/loss' else 'reward'}" if alone else label
     if held_out := run.held_out():
         steps, rates = run.series(held_out)
-        gain = f"held-out pass@{held_out.rpartition('_')[2]} {rates[0]:.2f} → {rates[-1]:.2f}"
+        what = "loss" if held_out == "eval/loss" else f"pass@{held_out.rpartition('_')[2]}"
+        gain = f"held-out {what} {rates[0]:.2f} → {rates[-1]:.2f}"
         axes.plot(steps, rates, color=_INK, linewidth=float(alone), linestyle=(0, (2, 3)), zorder=4)
         axes.plot(steps, rates, "o", color=_INK if alone else colour, markersize=7, markeredgecolor="white",
                   clip_on=False, zorder=5, label=gain if alone else None)
         name = name if alone else f"{label}, {gain}"
-    steps, values = run.series("reward/mean")
+    steps, values = run.series(run.course())
     axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.35)
     axes.plot(steps, smooth(values, max(1, len(values) // 16)), color=colour, linewidth=2.4, label=name)
 
@@ -106,11 +112,12 @@ def _dress(rewards: "Axes", times: "Axes", title: str, runs: Sequence[_Run]) -> 
     minutes = [f"{sum(filter(math.isfinite, run.series('time/step')[1])) / 60:.1f}" for run in runs]
     span = sorted({min(minutes, key=float), max(minutes, key=float)}, key=float)
     rewards.set_title(f"{'–'.join(span)} min of steps", loc="right", fontsize=9, color=_GREY)
-    rewards.set_ylabel("reward")
+    losses = any(run.course() == "train/loss" for run in runs)
+    rewards.set_ylabel("loss" if losses else "reward")
     low, high = rewards.get_ylim()
-    if low > -0.2 and high < 1.2:
+    if not losses and low > -0.2 and high < 1.2:
         rewards.set_ylim(-0.02, 1.05)
-    rewards.legend(loc="lower right" if len(runs) < 5 else "best")
+    rewards.legend(loc="lower right" if len(runs) < 5 and not losses else "best")
     times.set(xlabel="step", ylabel="s a step", ylim=(0, times.get_ylim()[1] * 1.15))
     times.xaxis.get_major_locator().set_params(integer=True)
 

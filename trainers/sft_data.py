@@ -1,0 +1,299 @@
+"""What supervised fine-tuning learns from: chat rows and recorded rollouts, from files, lists and datasets.
+
+Invariants: nothing is left out without being counted; what cannot be learnt from is refused by its place in the data
+and its field; rollouts are trained in the ids that were sampled, and are never rendered again.
+"""
+
+import json
+import os
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molt_gym.errors import ConfigError
+from molt_gym.messages import Message, text_of, validate_conversation
+from molt_gym.tokens import ChatTemplateError, Renderer, Row, Trajectory
+from molt_gym.tokens.supervised import supervised_rows
+
+from .sft_config import DatasetConfig, RolloutsConfig, SftConfig
+
+__all__ = ["Data", "Example", "load_examples"]
+
+Data = str | os.PathLike[str] | Iterable[Any]
+_RECORD = {"env", "index", "rows", "reward"}
+_FILES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is learnt from one conversation or rollout: rows with their masks, and how many tokens are trained."""
+
+    rows: list[Row]
+    trained: int
+
+
+def load_examples(
+    data: Data, config: SftConfig, renderer: Renderer, max_context: int, left_out: Counter[str]
+) -> list[Example]:
+    """All of the data, as rows.
+
+    Args:
+        data: a file (.jsonl, .json, .parquet), a run's folder, the name of a dataset, a list of these, or anything that
+            gives chat rows or trajectories, such as a list or a `datasets.Dataset`.
+        max_context: most tokens of a row.
+        left_out: counts, by reason, what is not among the result.
+
+    Raises:
+        ConfigError: there are no such data, or a row of them cannot be learnt from.
+    """
+    chats, rollouts = [], []
+    for where, record in _records(data, config.dataset):
+        (rollouts if isinstance(record, Trajectory) else chats).append((where, record))
+    options = config.rollouts
+    if not rollouts and (given := [name for name, value in options if value is not None]):
+        raise ConfigError(f"rollouts.{given[0]}: the data hold no rollouts; leave it out")
+    kept = _best(rollouts, options, left_out)
+    if kept:
+        _check_tokenizer(kept[0][0], kept[0][1], renderer)
+    sources = [(where, trajectory.rows) for where, trajectory in kept]
+    examples = [_example(where, rows, config, max_context, left_out) for where, rows in sources]
+    examples += [_example(where, _chat_rows(where, record, config.dataset, renderer), config, max_context, left_out)
+                 for where, record in chats]
+    found = [example for example in examples if example is not None]
+    if not found:
+        counts = ", ".join(f"{reason} {count}" for reason, count in left_out.items())
+        raise ConfigError(f"data: nothing to learn from{f' (left out: {counts})' if counts else ''}; give some rows")
+    return found
+
+
+def _example(
+    where: str, rows: Sequence[Row], config: SftConfig, max_context: int, left_out: Counter[str]
+) -> Example | None:
+    longest = max((len(row.ids) for row in rows), default=0)
+    if longest > max_context:
+        if config.too_long == "refuse":
+            raise ConfigError(f"{where}: {longest} tokens are more than max_context = {max_context}; write "
+                              "too_long = 'drop' or 'cut', or a larger max_context")
+        left_out["too long"] += config.too_long == "drop"
+        left_out["cut"] += config.too_long == "cut"
+        if config.too_long == "drop":
+            return None
+        rows = [Row(row.ids[:max_context], row.mask[:max_context], row.logprobs[:max_context],
+                    row.versions[:max_context]) for row in rows]
+    # The first id has no predecessor that could score it.
+    rows = [row for row in rows if any(row.mask[1:])]
+    if not rows:
+        left_out["nothing to train"] += 1
+        return None
+    return Example(rows, sum(sum(row.mask[1:]) for row in rows))
+
+
+# Rollouts
+
+
+def _best(
+    rollouts: Sequence[tuple[str, Trajectory]], options: RolloutsConfig, left_out: Counter[str]
+) -> list[tuple[str, Trajectory]]:
+    """Rejection sampling: rollouts that are good enough, and the best of each task, in their order."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for place, (where, trajectory) in enumerate(rollouts):
+        if trajectory.failure is not None or trajectory.reward is None:
+            left_out["failed"] += 1
+        elif options.min_reward is not None and trajectory.reward < options.min_reward:
+            left_out["reward too low"] += 1
+        else:
+            source = where.rpartition(":")[0]
+            groups[source, trajectory.env, trajectory.step, trajectory.group, trajectory.index].append(place)
+    kept = []
+    for places in groups.values():
+        best = sorted(places, key=lambda place: -(rollouts[place][1].reward or 0.0))[: options.best_of_group]
+        left_out["not among the best"] += len(places) - len(best)
+        kept += best
+    return [rollouts[place] for place in sorted(kept)]
+
+
+def _check_tokenizer(where: str, trajectory: Trajectory, renderer: Renderer) -> None:
+    """Refuse rollouts of a model with another tokenizer, whose ids would mean other text here."""
+    texts = [text for message in trajectory.messages if (text := text_of(message).strip()) and "\ufffd" not in text]
+    try:
+        spelled = [renderer.decode(row.ids) for row in trajectory.rows]
+    except (OverflowError, IndexError):
+        spelled = []
+    if texts and not any(text in row for text in texts for row in spelled):
+        raise ConfigError(f"{where}: its ids do not spell its messages with this model's tokenizer; give the model "
+                          "that played, or one that was trained from it")
+
+
+# Chat rows
+
+
+def _chat_rows(where: str, record: Mapping[str, Any], columns: DatasetConfig, renderer: Renderer) -> list[Row]:
+    try:
+        messages, tools = _conversation(record, columns)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from None
+    try:
+        validate_conversation({"messages": messages, "tools": tools}, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        _refuse_images(record, messages)
+        rows = supervised_rows(renderer, messages, tools)
+    except ChatTemplateError as error:
+        raise ConfigError(f"{where}.messages: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}") from None
+    if not rows:
+        raise ConfigError(f"{where}.messages: no reply in them has anything to learn; add an assistant message")
+    return rows
+
+
+def _conversation(record: Mapping[str, Any], columns: DatasetConfig) -> tuple[Any, Any]:
+    """Messages and tools, with what datasets spell in ways of their own as OpenAI does."""
+    if columns.prompt is not None and columns.completion is not None:
+        pair = [_column(record, name, "text") for name in (columns.prompt, columns.completion)]
+        for name, text in zip((columns.prompt, columns.completion), pair, strict=True):
+            if not isinstance(text, str):
+                raise ConfigError(f"{name}: got {text!r:.60} ({type(text).__name__}); write text")
+        return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)], []
+    messages, tools = _column(record, columns.messages, "messages"), record.get(columns.tools)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except ValueError as error:
+            raise ConfigError(f"{columns.tools}: is no JSON: {error}") from None
+    if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
+        messages = list(_messages(messages))
+    return messages, [_without_none(tool) for tool in tools] if isinstance(tools, list) else tools or []
+
+
+def _column(record: Mapping[str, Any], name: str, option: str) -> Any:
+    if name not in record:
+        known = ", ".join(map(repr, record)) or "none"
+        write = "dataset.messages, or dataset.prompt and dataset.completion" if option == "messages" else "another name"
+        raise ConfigError(f"{name}: is missing; the columns are {known}; write {write}")
+    return record[name]
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    unanswered: list[Any] = []
+    for place, message in enumerate(messages):
+        clean = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(calls := clean.get("tool_calls"), list):
+            calls = [_call(call, f"call{place:03}{number:02}") for number, call in enumerate(calls)]
+            clean["tool_calls"] = calls
+            unanswered = [call["id"] for call in calls if isinstance(call, dict) and "id" in call]
+        if clean.get("role") == "tool":
+            name = unanswered.pop(0) if unanswered else f"call{place:05}"
+            clean.setdefault("tool_call_id", name)
+        yield clean
+
+
+def _call(call: Any, name: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping) or arguments is None:
+        arguments = json.dumps(_without_none(arguments or {}), ensure_ascii=False)
+    return {**call, "id": call.get("id") or name, "type": call.get("type") or "function",
+            "function": {**function, "arguments": arguments}}
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that a table, which has the same ones in every row, adds."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_images(record: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    remedy = "images cannot be trained on yet; leave the row out, or its images"
+    for name in ("image", "images"):
+        if record.get(name):
+            raise ValueError(f"{name}: {remedy}")
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if "image" in part["type"]:
+                raise ValueError(f"messages[{place}].content[{number}].type: {part['type']!r}; {remedy}")
+
+
+# Sources
+
+
+def _records(data: Data, options: DatasetConfig) -> Iterator[tuple[str, Mapping[str, Any] | Trajectory]]:
+    """Everything in the data and where it was, such as "data[3]" or "chats.jsonl:4"."""
+    if isinstance(data, str | os.PathLike):
+        yield from _named(os.fspath(data), options)
+        return
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise ConfigError(f"data: got {data!r:.60} ({type(data).__name__}); write a file, a list of rows or a dataset")
+    for number, item in enumerate(data):
+        if isinstance(item, str | os.PathLike):
+            yield from _named(os.fspath(item), options)
+        else:
+            yield _record(f"data[{number}]", item)
+
+
+def _record(where: str, item: Any) -> tuple[str, Mapping[str, Any] | Trajectory]:
+    if isinstance(item, Trajectory):
+        return where, item.fetched()
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"{where}: got {item!r:.60} ({type(item).__name__}); write {{'messages': [...]}}")
+    return where, item
+
+
+def _named(name: str, options: DatasetConfig) -> Iterator[tuple[str, Mapping[str, Any] | Trajectory]]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+        if not (files := sorted(folder.glob("*.jsonl"))):
+            raise ConfigError(f"data: the folder {name} holds no .jsonl files; name a file or the folder of a run")
+        for file in files:
+            yield from _lines(file)
+    elif path.is_file() and path.suffix != ".parquet":
+        yield from _lines(path)
+    elif path.suffix in _FILES and not path.is_file():
+        raise ConfigError(f"data: there is no file {name}")
+    else:
+        for number, row in enumerate(_dataset(name, path, options)):
+            yield _record(f"{name}[{number}]", row)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | Trajectory]]:
+    """Lines end at a newline byte and nowhere else; a last one that a crash cut is dropped with a warning."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                text = line.decode("utf-8", "surrogatepass")
+                record = json.loads(text)
+                if isinstance(record, dict) and record.keys() >= _RECORD:
+                    record = Trajectory.from_json(text)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ConfigError(f"{where}: {error}; write one JSON object a line") from error
+                warnings.warn(f"{where}: dropped the last row, which is cut off", stacklevel=2)
+                return
+            yield _record(where, record)
+
+
+def _dataset(name: str, path: Path, options: DatasetConfig) -> Iterable[Any]:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data: {name!r} is no file here; Parquet files and datasets by name need "
+                          "pip install 'molt-gym[data]'") from None
+    try:
+        if path.is_file():
+            return datasets.Dataset.from_parquet(str(path))
+        return datasets.load_dataset(name, options.subset, split=options.split)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data: {name!r} is no file here, and cannot be loaded as a dataset (split "
+                          f"{options.split!r}): {error}") from error
