@@ -6,11 +6,11 @@
     gym.register("MyAgent-v0", entry_point="my_pkg:MyAgentEnv")
     molt_gym.train("MyAgent-v0", model="Qwen/Qwen3-4B")
 
-Importing registers the ids of the envs that come with it, takes under a second, and loads no torch: `train`, `evaluate`
-and `rollout` import the trainer when they are called.
+Importing registers the ids of the envs that come with it, takes under a second, and loads no torch: `train`, `sft`,
+`evaluate` and `rollout` import the trainer when they are called.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ from .spaces import ConversationSpace as Conversation
 
 if TYPE_CHECKING:
     from .tokens.trajectory import Trajectory
-    from .trainers.api import EvalResult, TrainResult
+    from .trainers.api import TrainResult
+    from .trainers.evaluate import EvalResult
 
 __all__ = [
     "AgentContext",
@@ -54,6 +55,7 @@ __all__ = [
     "register",
     "register_agent",
     "rollout",
+    "sft",
     "text_of",
     "train",
 ]
@@ -93,30 +95,78 @@ def train(
     return api.train(env, model, out=out, steps=steps, seed=seed, config=config, **overrides)
 
 
+def sft(
+    data: str | PathLike[str] | Iterable[Any] | None,
+    model: str | PathLike[str] | None = None,
+    *,
+    out: str | PathLike[str] | None = None,
+    config: str | PathLike[str] | Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> "TrainResult":
+    """Trains a model on conversations that others wrote, or on rollouts that were recorded.
+
+    Only what the assistant says is learnt, up to the stop token, in the context in which the model would say it.
+
+    Args:
+        data: chat rows such as {"messages": [...], "tools": [...]}, or trajectories: a JSON-lines or Parquet file, the
+            folder of a run, the name of a dataset, a list of these, or anything that gives rows, such as a list or a
+            `datasets.Dataset`. None takes what the run that is resumed was given by name.
+        model: as for `train`.
+        out: the folder of the run; None makes a new one under `runs/`. One that holds a run is gone on with.
+        config: a TOML file, or nested settings as a mapping.
+        **overrides: further settings, such as `epochs=3`, `batch_size=32`, `actor__lr=1e-5`, `eval__share=0.05` or
+            `rollouts__min_reward=1.0`.
+
+    Returns:
+        The folder of the run, its metrics, and its last checkpoint; the best one has the lowest held-out loss.
+
+    Raises:
+        ConfigError: a setting is unknown or contradicts another one, or a row cannot be learnt from; it is named.
+        RunFailed: the loss is not finite; nothing is exported.
+    """
+    from .trainers import sft
+
+    return sft.sft(data, model, out=out, config=config, **overrides)
+
+
 def evaluate(
-    env: str,
+    env: str | Sequence[str],
     model: str | PathLike[str] | Policy | PolicyFunction | None = None,
     *,
     episodes: int = 64,
-    k: int = 1,
+    k: int | Sequence[int] = 1,
     seed: int = 0,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
+    out: str | PathLike[str] | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     **overrides: Any,
-) -> "EvalResult":
-    """Scores a model on the held-out tasks of an env.
+) -> "EvalResult | dict[str, EvalResult]":
+    """Scores a model on the held-out tasks of an env, or of several.
 
     Args:
-        env: an env id.
+        env: an env id, or several.
         model: as for `train`, or anything that `as_policy` takes.
         episodes: how many tasks.
-        k: how many attempts at each task.
+        k: how many attempts at each task, or the k of several pass@k, of which the largest is how many.
         seed: fixes tasks and sampling.
+        endpoint: URL of an OpenAI-compatible API to ask instead, with the key in OPENAI_API_KEY.
+        endpoint_model: the model's name there.
+        out: a folder for a table of the tasks of each env. What is in it is not played again.
         config: a TOML file, or nested settings as a mapping.
         **overrides: further settings, as for `train`.
-    """
-    from .trainers import api
 
-    return api.evaluate(env, model, episodes=episodes, k=k, seed=seed, config=config, **overrides)
+    Returns:
+        The scores; by env id if `env` is a list.
+
+    Raises:
+        ConfigError: a setting is wrong, or `out` has scores of other settings.
+        RunFailed: no attempt ended.
+    """
+    from .trainers import evaluation
+
+    return evaluation.evaluate(env, model, episodes=episodes, k=k, seed=seed, endpoint=endpoint,
+                               endpoint_model=endpoint_model, out=out, config=config, **overrides)
 
 
 def rollout(

@@ -1,4 +1,4 @@
-"""The command `molt-gym`: train, eval, rollout, serve, envs, doctor.
+"""The command `molt-gym`: train, sft, eval, rollout, serve, envs, doctor.
 
 Exit codes: 0 done; 1 the run failed or something essential is broken; 2 the command or a setting is wrong (one message,
 no traceback); 130 interrupted. Heavy modules are imported by the commands that need them, so help and `envs` are quick.
@@ -71,31 +71,70 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _sft(options: argparse.Namespace, rest: list[str]) -> int:
+    import molt_gym
+
+    from .trainers.config import parse_cli
+    from .trainers.sft_config import SftConfig
+
+    end = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
+    data, overrides = rest[:end], parse_cli(rest[end:], SftConfig)
+    overrides |= {name: value for name in ("epochs", "steps", "seed") if (value := getattr(options, name)) is not None}
+    out = options.out if options.resume is None else _run_to_resume(options.resume, "sft", options.out)
+    molt_gym.sft((data[0] if len(data) == 1 else data) or None, options.model, out=out, config=options.config,
+                 **overrides)
+    return OK
+
+
 def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
-    env, overrides = _split(options, rest)
+    envs, overrides = _words(options, rest)
     # What is said along the way must not end up in the JSON.
     with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
-        result = molt_gym.evaluate(
-            env,
+        found = molt_gym.evaluate(
+            envs[0] if len(envs) == 1 else envs,
             options.model,
             episodes=options.episodes,
-            k=options.k,
+            k=options.k[0] if len(options.k) == 1 else options.k,
             seed=options.seed,
+            endpoint=options.endpoint,
+            endpoint_model=options.endpoint_model,
+            out=options.out,
             config=options.config,
             **overrides,
         )
-    found = {"env": result.env, **result.metrics(), "failures": result.failures}
+    results = list(found.values()) if isinstance(found, dict) else [found]
+    told = [{"env": result.env, **result.metrics(), "intervals": result.intervals, "failures": result.failures}
+            for result in results]
     if options.json:
-        print(json.dumps(found, indent=2))
-        return OK
-    for name, value in found.items():
-        if name != "failures":
-            print(f"{name:<12} {value:.4g}" if isinstance(value, float) else f"{name:<12} {value}")
-    for reason, count in result.failures.items():
-        print(f"{'failed':<12} {reason} {count}")
+        print(json.dumps(told if isinstance(found, dict) else told[0], indent=2))
+    else:
+        _print_scores(told)
     return OK
+
+
+def _print_scores(results: Sequence[dict[str, Any]]) -> None:
+    """A line for each score, with its 95 % interval, and a column for each env."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def cells(result: dict[str, Any], name: str) -> tuple[str, str]:
+        value = result.get(name, "–")
+        interval = result["intervals"].get(name)
+        return (f"{value:.4g}" if isinstance(value, float) else str(value),
+                "[{:.3g}, {:.3g}]".format(*interval) if interval else "")
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name in dict.fromkeys(name for result in results for name in result if name not in ("intervals", "failures")):
+        table.add_row(*map(Text, (name, *(text for result in results for text in cells(result, name)))))
+    for reason in sorted({reason for result in results for reason in result["failures"]}):
+        counts = (str(result["failures"].get(reason, 0)) for result in results)
+        table.add_row(*map(Text, (f"failed {reason}", *(text for count in counts for text in (count, "")))))
+    # A file or a pipe is as wide as it takes.
+    console = Console(highlight=False)
+    console.print(table, soft_wrap=not console.is_terminal, crop=console.is_terminal)
 
 
 def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
@@ -179,7 +218,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     def verb(name: str, command: Any, help: str, usage: str, overridable: bool = False) -> argparse.ArgumentParser:
         wants_help = name in arguments[:1] and {"-h", "--help"} & set(arguments)
-        epilog = _settings() if overridable and wants_help else ""
+        epilog = _settings(name) if overridable and wants_help else ""
         layout = argparse.RawDescriptionHelpFormatter
         added = verbs.add_parser(
             name,
@@ -199,10 +238,15 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int, metavar="N", help="training steps")
     train.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
     train.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one of ENV")
-    evaluate = verb("eval", _eval, "score a model on held-out tasks", "ENV [--model M] [options]", True)
+    evaluate = verb("eval", _eval, "score a model on held-out tasks",
+                    "ENV [ENV ...] [--model M | --endpoint URL --endpoint-model NAME] [options]", True)
     evaluate.add_argument("--model", help="as for train; a run's model is in RUN/model")
+    evaluate.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible API to ask, key in OPENAI_API_KEY")
+    evaluate.add_argument("--endpoint-model", metavar="NAME", help="the model's name there")
+    evaluate.add_argument("--out", metavar="DIR", help="folder for a table of the tasks; goes on with what it has")
     evaluate.add_argument("--episodes", type=int, default=64, metavar="N", help="tasks (default 64)")
-    evaluate.add_argument("--k", type=int, default=1, help="attempts at each task (default 1)")
+    evaluate.add_argument("--k", type=_numbers, default=[1], metavar="K[,K...]",
+                          help="attempts at each task, for pass@k; of several, the largest (default 1)")
     evaluate.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     rollout = verb("rollout", _rollout, "play episodes and print them", "ENV [--model M | --human] [options]", True)
@@ -221,7 +265,15 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     serve.add_argument("--out", metavar="FILE", help="append each session's trajectory as a line of JSON")
     serve.add_argument("--idle-timeout", type=float, default=3600.0, metavar="SECONDS",
                        help="ends a session that is asked for nothing (default 3600)")
-    for overridable in (train, evaluate, rollout, serve):
+    sft = verb("sft", _sft, "train a model on conversations, or on the rollouts of a run",
+               "DATA [DATA ...] [--model M] [options] [--SETTING VALUE ...]", True)
+    sft.add_argument("--model", help="hub name, local folder, smollm2-135m (default) or tiny")
+    sft.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
+    sft.add_argument("--epochs", type=int, metavar="N", help="passes over the data (default 1)")
+    sft.add_argument("--steps", type=int, metavar="N", help="optimizer updates, in place of epochs")
+    sft.add_argument("--seed", type=int, metavar="S", help="fixes the order and what is held out (default 0)")
+    sft.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one")
+    for overridable in (train, sft, evaluate, rollout, serve):
         overridable.add_argument(
             "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
         )
@@ -230,12 +282,26 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _settings() -> str:
-    from .trainers.config import field_help
+def _settings(verb: str) -> str:
+    from .trainers.config import Config, field_help
+    from .trainers.sft_config import SftConfig
 
-    described = ("  --model:", "  --out:", "  --steps:", "  --seed:")
-    settings = [entry for entry in re.split(r"\n(?=  --)", field_help()) if not entry.startswith(described)]
+    described = ("  --model:", "  --out:", "  --epochs:", "  --steps:", "  --seed:", "  --data:")
+    options = field_help(SftConfig if verb == "sft" else Config)
+    settings = [entry for entry in re.split(r"\n(?=  --)", options) if not entry.startswith(described)]
     return "settings, which a TOML file can hold as well:\n" + "\n".join(settings)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _words(options: argparse.Namespace, rest: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The envs, one or more, and the overrides, as `_split`."""
+    first, rest = rest[:1], rest[1:]
+    more = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
+    env, overrides = _split(options, first + rest[more:])
+    return [env, *rest[:more]], overrides
 
 
 def _split(

@@ -1,12 +1,13 @@
 """Policies: whatever answers a conversation with an assistant message.
 
 Anything with `async def reply(messages, tools)` is one. `as_policy` makes one of a function, so that a script, a person
-or a client of some API can play an env.
+or a client of some API can play an env; `EndpointPolicy` is a model behind an OpenAI-compatible API.
 """
 
 import asyncio
 import copy
 import inspect
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,7 @@ from .messages import Conversation, Message
 from .spaces import AssistantMessageSpace
 from .threads import call_in_thread
 
-__all__ = ["Policy", "PolicyFunction", "as_policy"]
+__all__ = ["EndpointPolicy", "Policy", "PolicyFunction", "as_policy"]
 
 PolicyFunction = Callable[[Conversation], Message | str | Awaitable[Message | str]]
 
@@ -53,6 +54,57 @@ def as_policy(policy: Policy | PolicyFunction) -> Policy:
         f"policy: {policy!r:.200} answers nothing; pass a function from an observation to a message or text, or an "
         "object with `async def reply(messages, tools)`"
     )
+
+
+class EndpointPolicy:
+    """A model behind an OpenAI-compatible API, asked through the stock SDK, which sends requests that failed again.
+
+    Args:
+        url: base URL, such as "http://localhost:8000/v1"; the key is read from OPENAI_API_KEY.
+        model: its name there.
+        concurrency: most requests at a time.
+        timeout: seconds for one request.
+        retries: how often a request is sent again that failed in a way that may pass.
+        top_k: sent only if it is not 0, as not every API knows it.
+    """
+
+    def __init__(
+        self, url: str, model: str, *, concurrency: int = 64, timeout: float = 570.0, retries: int = 4,
+        max_tokens: int = 512, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+    ) -> None:
+        from openai import AsyncOpenAI
+
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        self._client = AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries)
+        self._turn = asyncio.Semaphore(concurrency)
+        self._options: dict[str, Any] = {
+            "model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+            "extra_body": {"top_k": top_k} if top_k else None}
+
+    async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
+        """The first choice of a chat completion; raises the SDK's errors."""
+        more = {"tools": tools} if tools else {}
+        async with self._turn:
+            completion = await self._client.chat.completions.create(messages=messages, **self._options, **more)
+        if not completion.choices:
+            raise RuntimeError(f"the endpoint answered without a choice: {completion.to_json()[:200]}")
+        return _answered(completion.choices[0].message.to_dict())
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._client.close()
+
+
+def _answered(message: dict[str, Any]) -> Message:
+    """What an API's assistant message says, without what only its own kind of message has."""
+    reply: Message = {"role": "assistant", "content": message.get("content") or message.get("refusal") or ""}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        reply["reasoning_content"] = reasoning
+    calls = [call for call in message.get("tool_calls") or () if call.get("type", "function") == "function"]
+    if calls:
+        reply["tool_calls"] = [{"id": call["id"], "type": "function", "function": {
+            name: call["function"][name] for name in ("name", "arguments")}} for call in calls]
+    return reply
 
 
 class _FunctionPolicy:

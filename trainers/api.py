@@ -1,10 +1,10 @@
-"""`train`, `evaluate` and `rollout`: what `molt_gym` offers under the same names."""
+"""`train` and `rollout`: what `molt_gym` offers under the same names. `evaluate` is in `evaluation`."""
 
 import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from .actor.actor import Actor
 from .atomic import atomic_path
 from .checkpoint import best_checkpoint
 from .config import Config, load_config
-from .evaluate import EvalResult
 from .interrupts import run
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
@@ -29,7 +28,7 @@ from .progress import Progress, make_progress
 from .reference import frozen_model, portable
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
-from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner, seed_everything
+from .session import Sampler, env_maker, env_preset, merge, policy_runner, seed_everything
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -94,7 +93,7 @@ async def _train(
     plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness, rollout.dynamic_filter)
     total = config.steps * config.algorithm.updates_per_batch
     async with AsyncExitStack() as stack:
-        stack.callback(_draw, run_dir, progress)
+        stack.callback(draw_curve, run_dir, progress)
         placement = await asyncio.to_thread(place, config, config.actor.world_size, progress.message)
         stack.callback(placement.close)
         config = placement.config
@@ -110,45 +109,16 @@ async def _train(
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
-        checkpoint = await loop.run(partial(_export, model.path, run_dir.model_path))
+        checkpoint = await loop.run(partial(export_model, model.path, run_dir.model_path))
         progress.finish(_summary(run_dir, len(loop.losses)))
     return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint, best_checkpoint(run_dir.checkpoints_path))
 
 
-def _export(source: Path, path: Path, actor: Actor) -> None:
+def export_model(source: Path, path: Path, actor: Actor) -> None:
+    """Write a folder that transformers loads, whole: the weights, and the tokenizer of `source`."""
     with atomic_path(path) as folder:
         actor.export(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-
-
-def evaluate(
-    env: str,
-    model: str | os.PathLike[str] | Policy | PolicyFunction | None = None,
-    *,
-    episodes: int = 64,
-    k: int = 1,
-    seed: int = 0,
-    config: Settings = None,
-    **overrides: Any,
-) -> EvalResult:
-    """See `molt_gym.evaluate`."""
-    given = {"eval.episodes": episodes, "eval.k": k, "seed": seed, **overrides}
-    # Greedy attempts are all the same.
-    default = {"eval": {"temperature": float(k > 1)}}
-    if model is None or isinstance(model, str | os.PathLike):
-        with make_progress() as progress:
-            settings, resolved = configure(env, model, config, given, progress, default=default)
-        return run(_with_sampler(resolved, settings, _score))
-    settings = _load(env, None, config, given, preset=default)
-
-    async def score() -> EvalResult:
-        runner = policy_runner(as_policy(model), env_maker(settings, held_out=True), settings)
-        try:
-            return await evaluate_with(runner, settings)
-        finally:
-            await runner.aclose()
-
-    return run(score())
 
 
 def rollout(
@@ -177,22 +147,22 @@ def rollout(
             settings, resolved = configure(env, policy, config, given, progress)
         return run(_with_sampler(resolved, settings, lambda sampler: play(settings, sampler.runner(
             env_maker(settings), settings.rollout.temperature, ordered=True))))
-    settings = _load(env, None, config, given)
+    settings = load(env, None, config, given)
     return run(play(settings, policy_runner(as_policy(policy), env_maker(settings), settings)))
 
 
-async def _score(sampler: Sampler) -> EvalResult:
-    result = await sampler.evaluate()
-    return replace(result, trajectories=[trajectory.fetched() for trajectory in result.trajectories])
+async def open_sampler(stack: AsyncExitStack, model: ResolvedModel, config: Config) -> Sampler:
+    """What plays with a model that nothing trains, until `stack` closes."""
+    placement = await asyncio.to_thread(place, config, 0, lambda _: None)
+    stack.callback(placement.close)
+    sampler = placement.sampler(model.path, lambda _: None)
+    stack.push_async_callback(sampler.aclose)
+    return sampler
 
 
 async def _with_sampler(model: ResolvedModel, config: Config, use: Any) -> Any:
     async with AsyncExitStack() as stack:
-        placement = await asyncio.to_thread(place, config, 0, lambda _: None)
-        stack.callback(placement.close)
-        sampler = placement.sampler(model.path, lambda _: None)
-        stack.push_async_callback(sampler.aclose)
-        return await use(sampler)
+        return await use(await open_sampler(stack, model, config))
 
 
 def configure(
@@ -203,18 +173,19 @@ def configure(
 
     `earlier` is the config.toml of the run that is resumed; it lies below them too. `default` lies below everything.
     """
-    draft = _load(env, model, config, overrides, preset=default, earlier=earlier)
+    draft = load(env, model, config, overrides, preset=default, earlier=earlier)
     env_maker(draft).num_tasks()
     resolved = resolve_model(draft.model, env=env, env_kwargs=dict(draft.env_kwargs), seed=draft.seed,
                              say=progress.message)
     preset = merge(default or {}, merge(resolved.preset, env_preset(env, resolved.name)))
-    return _load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier), resolved
+    return load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier), resolved
 
 
-def _load(
+def load(
     env: str, model: str | os.PathLike[str] | None, config: Settings, overrides: Mapping[str, Any],
     *, preset: Mapping[str, Any] | None = None, earlier: Path | None = None,
 ) -> Config:
+    """The configuration, for a model that needs none of ours or whose preset is known."""
     name = None if model is None else os.fspath(model)
     if earlier is not None:
         preset = load_config(file=earlier).model_dump(exclude_none=True)
@@ -262,7 +233,8 @@ class _Counter:
         self._progress.rollout_done(self._trained, self._total)
 
 
-def _draw(run_dir: RunDir, progress: Progress) -> None:
+def draw_curve(run_dir: RunDir, progress: Progress) -> None:
+    """Draw curve.png, or say why there is none."""
     from .curve import draw
 
     try:

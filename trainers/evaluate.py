@@ -7,101 +7,64 @@ pass@k is the unbiased estimator over the attempts that ended; in a run, the wei
 import asyncio
 import inspect
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import comb
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
 
-from molt_gym.errors import RunFailed
 from molt_gym.registry import creators
 from molt_gym.tokens import Trajectory
 
 from .checkpoint import mark_best
 from .config import Config
+from .eval_log import EvalLog
 from .progress import Progress
 from .rollout.pool import Plan, Pool, TaskStream
 from .rollout.runner import Runner
 from .run_dir import RunDir
-from .step_metrics import passes, sampled_tokens
+from .scores import EvalResult, TaskScore, pass_at_k, summarize, summary
+
+__all__ = ["EvalResult", "Evaluations", "evaluate", "held_out_kwargs", "pass_at_k", "summarize"]
 
 HELD_OUT = {"split": "test"}
 """What an env with a `split` argument is made with for evaluation."""
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """Scores over `episodes` tasks with `k` attempts each.
-
-    pass_at: pass@1 and pass@k; an attempt passes with a reward of at least 1. reward_mean: of all that ended.
-    length_mean: sampled tokens of an attempt. truncated: share of them. failures: counts by reason.
-    """
-
-    env: str
-    episodes: int
-    k: int
-    pass_at: dict[int, float]
-    reward_mean: float
-    length_mean: float
-    truncated: float
-    failures: dict[str, int] = field(default_factory=dict)
-    trajectories: list[Trajectory] = field(default_factory=list, repr=False)
-
-    def metrics(self) -> dict[str, float]:
-        """Values by their short names, as the metrics file has them under eval/<env>/."""
-        return {f"pass_at_{k}": value for k, value in self.pass_at.items()} | {
-            "reward_mean": self.reward_mean, "length_mean": self.length_mean, "truncated": self.truncated,
-            "episodes": self.episodes}
-
-
-async def evaluate(runner: Runner, tasks: TaskStream, episodes: int, k: int, *, chunk: int, seed: int) -> EvalResult:
+async def evaluate(
+    runner: Runner, tasks: TaskStream, episodes: int, k: int, *, chunk: int, seed: int, log: EvalLog | None = None,
+    sizes: Iterable[int] = (),
+) -> EvalResult:
     """Play `episodes` tasks (or as many as there are), `k` times each, at most `chunk` rollouts at a time.
+
+    Args:
+        log: of tasks that are over, which are not played again, and those that will be.
+        sizes: of pass@ and pass^, besides 1 and k; at most k.
 
     Raises:
         RunFailed: not one rollout ended.
     """
-    groups: list[list[Trajectory]] = []
-    while len(groups) < episodes:
-        size = min(episodes - len(groups), max(1, chunk // k))
-        pool = Pool(runner, tasks, Plan(size, k), seed=seed)
-        pool.load_state({"cursor": len(groups), "pending": []})
+    groups: dict[int, list[Trajectory]] = {}
+    scores = {place: score for place, score in (log.tasks if log else {}).items() if place < episodes}
+
+    def ended(group: list[Trajectory]) -> None:
+        groups[group[0].group], scores[group[0].group] = group, TaskScore.of(group)
+        if log is not None:
+            log.add(scores[group[0].group])
+
+    missing, size = [place for place in range(episodes) if place not in scores], max(1, chunk // k)
+    for first in range(0, len(missing), size):
+        places = missing[first : first + size]
+        pool = Pool(runner, tasks, Plan(len(places), k), seed=seed, ended=ended)
+        pool.load_state({"cursor": episodes, "pending": places})
         try:
             batch = await pool.next_batch(0)
         finally:
             await pool.close()
-        groups += batch.groups
         if batch.exhausted:
             break
-    return summarize(runner.env_id, groups, k)
-
-
-def summarize(env: str, groups: Sequence[Sequence[Trajectory]], k: int) -> EvalResult:
-    """The scores of groups of attempts, a group a task."""
-    everything = [trajectory for group in groups for trajectory in group]
-    ended = [trajectory for trajectory in everything if trajectory.failure is None]
-    failures = Counter(trajectory.failure.reason for trajectory in everything if trajectory.failure is not None)
-    if not ended:
-        raise RunFailed(f"evaluation of {env}: no rollout ended; failures by reason: {dict(failures)}")
-    pass_at = {}
-    for size in sorted({1, k}):
-        chances = [pass_at_k(len(scores), sum(scores), size) for group in groups
-                   if len(scores := [passes(t) for t in group if t.failure is None]) >= size]
-        if chances:
-            pass_at[size] = fmean(chances)
-    return EvalResult(
-        env, len(groups), k, pass_at,
-        reward_mean=fmean(trajectory.reward for trajectory in ended),
-        length_mean=sampled_tokens(ended) / len(ended),
-        truncated=fmean(trajectory.truncated or trajectory.length_limited for trajectory in ended),
-        failures=dict(failures), trajectories=everything)
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k)/C(n, k): the chance that k of n attempts, c of them passing, hold one that passes (Chen 2021)."""
-    return 1 - comb(n - c, k) / comb(n, k)
+    played = [trajectory for _, group in sorted(groups.items()) for trajectory in group]
+    return summary(runner.env_id, [score for _, score in sorted(scores.items())], k, sizes, played)
 
 
 def held_out_kwargs(spec: EnvSpec) -> dict[str, Any]:
@@ -114,11 +77,12 @@ class Evaluations:
     """Those of a run, one at a time: when they are due, what became of them, and which checkpoint is the best so far.
 
     Args:
-        evaluate: plays with the weights in use, `alone` or while others do.
+        evaluate: plays with the weights in use, `alone` or while others do; a result an env.
     """
 
     def __init__(
-        self, config: Config, evaluate: Callable[..., Awaitable[EvalResult]], run_dir: RunDir, progress: Progress
+        self, config: Config, evaluate: Callable[..., Awaitable[Sequence[EvalResult]]], run_dir: RunDir,
+        progress: Progress,
     ) -> None:
         self._config, self._evaluate, self._run_dir, self._progress = config, evaluate, run_dir, progress
         self._running: asyncio.Task[None] | None = None
@@ -178,19 +142,22 @@ class Evaluations:
 
     async def _run(self, step: int, when: str) -> None:
         started = time.perf_counter()
-        result = await self._evaluate(alone=not (self.concurrent or self._config.rollout.max_staleness))
-        self._progress.evaluation(result.env, when, result.metrics())
-        values = {f"eval/{result.env}/{name}": value for name, value in result.metrics().items()}
+        results = await self._evaluate(alone=not (self.concurrent or self._config.rollout.max_staleness))
+        values: dict[str, float] = {}
+        for result in results:
+            self._progress.evaluation(result.env, when, result.metrics())
+            values |= {f"eval/{result.env}/{name}": value for name, value in result.metrics().items()}
         self._run_dir.append_metrics({"step": step, "eval/when": when, **values,
                                       "time/eval": time.perf_counter() - started})
         self.mark_best()
 
     def _scores(self) -> dict[int, tuple[float, float]]:
-        """By step, what tells which weights are better: pass@1, then the reward."""
-        return {line["step"]: _score(self._config.env, line)
-                for line in self._run_dir.read_metrics() if "eval/when" in line}
+        """By step, what tells which weights are better: pass@1, then the reward, each the mean over the envs."""
+        return {line["step"]: _score(line) for line in self._run_dir.read_metrics() if "eval/when" in line}
 
 
-def _score(env: str, line: Mapping[str, Any]) -> tuple[float, float]:
-    reward = line[f"eval/{env}/reward_mean"]
-    return line.get(f"eval/{env}/pass_at_1", reward), reward
+def _score(line: Mapping[str, Any]) -> tuple[float, float]:
+    envs = [name.removesuffix("reward_mean") for name in line if name.startswith("eval/") and
+            name.endswith("/reward_mean")]
+    rewards = [line[env + "reward_mean"] for env in envs]
+    return fmean(line.get(env + "pass_at_1", reward) for env, reward in zip(envs, rewards, strict=True)), fmean(rewards)

@@ -69,7 +69,7 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out: cannot make {error.filename}: {error.strerror}; choose another folder") from error
-        self._lock = _hold(self.path)
+        self._lock = hold(self.path)
         for folder in folders:
             recover(folder)
         self._metrics = self.metrics_path.open("ab", buffering=0)
@@ -184,7 +184,12 @@ def _whole_lines(path: Path) -> list[bytes]:
     return lines
 
 
-def _hold(folder: Path) -> BinaryIO:
+def hold(folder: Path) -> BinaryIO:
+    """A lock on a folder, until the file that is returned is closed.
+
+    Raises:
+        ConfigError: another process has it.
+    """
     # A POSIX record lock: a killed process frees it and forked children do not inherit it, unlike flock.
     file = (folder / ".lock").open("wb")
     try:

@@ -192,11 +192,15 @@ class Sampler:
         dtypes = {getattr(torch, self._config.rollout.dtype), getattr(torch, self._config.actor.dtype)}
         return ParityProbe.of(self.renderer, self.engine.max_context, *dtypes, gpu=self._gpu)
 
-    async def evaluate(self, *, alone: bool = True) -> EvalResult:
-        """The held-out score of the weights in use; `alone`: nobody else plays meanwhile."""
-        runner = self.runner(env_maker(self._config, held_out=True), self._config.eval.temperature, ordered=alone)
+    async def evaluate(self, *, alone: bool = True) -> list[EvalResult]:
+        """The held-out scores of the weights in use, an env each; `alone`: nobody else plays meanwhile."""
+        return [await self.score(self._config, alone=alone)]
+
+    async def score(self, config: Config, *, alone: bool = True, **options: Any) -> EvalResult:
+        """The held-out score in the env of `config`; for `options` see `evaluate.evaluate`."""
+        runner = self.runner(env_maker(config, held_out=True), config.eval.temperature, ordered=alone)
         try:
-            return await evaluate_with(runner, self._config)
+            return await evaluate_with(runner, config, **options)
         finally:
             await runner.aclose()
             if alone:
@@ -209,12 +213,12 @@ def policy_runner(policy: Policy, maker: EnvMaker, config: Config) -> Runner:
                   server=AgentServer(partial(loopback, config)), own_process=maker.own_process)
 
 
-async def evaluate_with(runner: Runner, config: Config) -> EvalResult:
-    """The held-out score of whatever `runner` asks."""
+async def evaluate_with(runner: Runner, config: Config, **options: Any) -> EvalResult:
+    """The held-out score of whatever `runner` asks; for `options` see `evaluate.evaluate`."""
     maker = env_maker(config, held_out=True)
     tasks = held_out_tasks(config, maker)
     chunk = config.rollout.max_concurrency * config.rollout.engines
-    return await evaluate(runner, tasks, config.eval.episodes, config.eval.k, chunk=chunk, seed=config.seed)
+    return await evaluate(runner, tasks, config.eval.episodes, config.eval.k, chunk=chunk, seed=config.seed, **options)
 
 
 def held_out_tasks(config: Config, maker: EnvMaker) -> TaskStream:

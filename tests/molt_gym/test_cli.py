@@ -279,7 +279,7 @@ def parrot_policy(monkeypatch):
 def test_eval_prints_what_was_found(parrot, parrot_policy, capsys):
     assert main(["eval", parrot, "--episodes", "3"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["env", parrot] in lines and ["pass_at_1", "1"] in lines and ["episodes", "3"] in lines
+    assert ["env", parrot] in lines and ["pass_at_1", "1", "[0.439,", "1]"] in lines and ["episodes", "3"] in lines
 
 
 def test_eval_prints_nothing_but_json_if_asked(parrot, parrot_policy, capsys):

@@ -50,8 +50,9 @@ def test_pass_at_one_and_at_k_are_means_over_tasks():
     result = summarize("Test-v0", [attempts(1, 0, 0, 0), attempts(1, 1, 1, 1), attempts(0, 0.9, 0, 0)], 4)
     assert result.pass_at == pytest.approx({1: (0.25 + 1 + 0) / 3, 4: 2 / 3})
     assert result.reward_mean == pytest.approx(5.9 / 12)
-    assert result.metrics() == pytest.approx({"pass_at_1": 1.25 / 3, "pass_at_4": 2 / 3, "reward_mean": 5.9 / 12,
-                                              "length_mean": 0, "truncated": 0, "episodes": 3})
+    assert result.metrics() == pytest.approx({"pass_at_1": 1.25 / 3, "pass_at_4": 2 / 3, "pass_hat_4": 1 / 3,
+                                              "mean_at_4": 5.9 / 12, "reward_mean": 5.9 / 12, "length_mean": 0,
+                                              "truncated": 0, "episodes": 3})
 
 
 def test_a_failed_attempt_is_no_score_of_zero():

@@ -74,10 +74,10 @@ class Parts:
     async def check_parity(self, actor: "Actor", expected: list[float] | None = None) -> None:
         pass
 
-    async def evaluate(self, *, alone: bool) -> EvalResult:
+    async def evaluate(self, *, alone: bool) -> list[EvalResult]:
         score = next(self.scores)
         self.log.append(f"evaluated {self.version}")
-        return EvalResult(ENV, 1, 1, {1: score}, score, 1.0, 0.0)
+        return [EvalResult(ENV, 1, 1, {1: score}, score, 1.0, 0.0)]
 
     async def parity_of(self, actor: "Actor") -> list[float]:
         return []
@@ -175,7 +175,7 @@ class Held:
         self._parts = parts
         parts.evaluate = self
 
-    async def __call__(self, *, alone: bool) -> EvalResult:
+    async def __call__(self, *, alone: bool) -> list[EvalResult]:
         if self._parts.version == self._of:
             self.running.set()
             await self.go.wait()
@@ -213,7 +213,7 @@ async def test_an_evaluation_that_must_be_alone_is(parts_of, option) -> None:
 async def test_an_evaluation_that_fails_ends_the_run_which_evaluates_again_when_it_is_resumed(parts_of) -> None:
     parts = parts_of(**{"eval.every": 2})
 
-    async def fail(*, alone: bool) -> EvalResult:
+    async def fail(*, alone: bool) -> list[EvalResult]:
         raise RunFailed("no rollout ended")
 
     original, parts.evaluate = parts.evaluate, fail

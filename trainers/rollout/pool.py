@@ -8,6 +8,7 @@ every group that is not trained is counted.
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,10 +82,17 @@ class Plan:
 
 
 class Pool:
-    """Dispatches groups and collects them in the order of completion (on-policy: of dispatch)."""
+    """Dispatches groups and collects them in the order of completion (on-policy: of dispatch).
 
-    def __init__(self, runner: Runner, tasks: TaskStream, plan: Plan, *, seed: int) -> None:
-        self._runner, self._tasks, self._plan, self._seed = runner, tasks, plan, seed
+    Args:
+        ended: called with each group as its last rollout ends.
+    """
+
+    def __init__(
+        self, runner: Runner, tasks: TaskStream, plan: Plan, *, seed: int,
+        ended: Callable[[list[Trajectory]], None] = lambda _: None,
+    ) -> None:
+        self._runner, self._tasks, self._plan, self._seed, self._ended = runner, tasks, plan, seed, ended
         self._flying: dict[asyncio.Task[list[Trajectory]], int] = {}
         self._again: list[int] = []
         self._pending: set[int] = set()
@@ -156,7 +164,9 @@ class Pool:
         return count
 
     async def _group(self, tickets: list[Ticket]) -> list[Trajectory]:
-        return list(await asyncio.gather(*(self._runner.play(ticket) for ticket in tickets)))
+        group = list(await asyncio.gather(*(self._runner.play(ticket) for ticket in tickets)))
+        self._ended(group)
+        return group
 
     def _collect(self, batch: Batch, group: list[Trajectory]) -> None:
         batch.played += group
