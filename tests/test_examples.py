@@ -33,5 +33,15 @@ def test_a_new_env_in_one_file_is_learnt_by_the_tiny_model(tmp_path):
     assert next(tmp_path.glob("runs/*/curve.png")).stat().st_size
 
 
+@pytest.mark.slow
+def test_an_estimator_and_a_loss_of_ones_own_train_the_tiny_model(tmp_path):
+    output = run_example("own_estimator.py", tmp_path)
+    lines = [line for line in output.splitlines() if "at their group's median" in line]
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2"]
+    config = next(tmp_path.glob("runs/*/config.toml")).read_text()
+    assert 'estimator = "median_baseline"' in config and 'loss = "soft_clip"' in config
+
+
 def test_every_example_is_run_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"my_env.py", "play_with_a_function.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "my_env.py", "own_estimator.py", "play_with_a_function.py"}

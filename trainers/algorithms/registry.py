@@ -6,8 +6,11 @@ name written "module:name" is found in any process that can import the module.
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 __all__ = ["ESTIMATORS", "LOSSES", "EstimatorTraits", "LossTraits", "Registry", "register_estimator", "register_loss"]
@@ -73,10 +76,10 @@ class Registry(Generic[T]):
             ValueError: another function has the name.
         """
         def enter(function: F) -> F:
-            here = f"{function.__module__}.{function.__qualname__}"
-            known = self._functions.get(name)
+            known, here = self._functions.get(name), f"{function.__module__}.{function.__qualname__}"
             there = f"{known.__module__}.{known.__qualname__}" if known else here
-            if here != there or (name in self._built_in and function.__module__ != self._home):
+            foreign = name in self._built_in and function.__module__ != self._home
+            if foreign or (known and _origin(known) != _origin(function)):
                 raise ValueError(f"{self._option}: {name!r} is already {there if known else 'built in'}; register "
                                  f"{here} under another name")
             self._traits[name] = traits or self._traits.get(name, self._default)
@@ -102,13 +105,20 @@ class Registry(Generic[T]):
 
     def portable(self, name: str) -> str:
         """`name` as another process finds it: "module:name" if it is not built in; raises as `traits` does."""
-        known = self._known(name)
+        return self._elsewhere(self._known(name))
+
+    def _elsewhere(self, known: str) -> str:
         module = self._functions[known].__module__ if known in self._functions else self._home
+        if module in ("__main__", "__mp_main__"):
+            # A script is imported by the name of its file, which multiprocessing and Ray have on their path.
+            spec, file = (getattr(sys.modules["__main__"], name, None) for name in ("__spec__", "__file__"))
+            module = spec.name if spec else Path(file).stem if file else module
         return known if module == self._home else f"{module}:{known}"
 
     def _known(self, name: str) -> str:
         module, _, short = name.rpartition(":")
-        if module:
+        # A script that is running is not run once more.
+        if module and not (short in self._functions and self._elsewhere(short) == name):
             try:
                 importlib.import_module(module)
             except Exception as error:  # noqa: BLE001 - a user's file may raise anything
@@ -121,6 +131,12 @@ class Registry(Generic[T]):
                          + (f"did you mean {close[0]!r}? " if close else "")
                          + f"write one of {', '.join(self.names())}, or 'module:name' for one that a module of yours "
                            "registers")
+
+
+def _origin(function: Callable[..., Any]) -> tuple[str, str]:
+    """File and name: a script that is imported as well is one file under two names."""
+    code = getattr(function, "__code__", None)
+    return os.path.realpath(code.co_filename) if code else function.__module__, function.__qualname__
 
 
 ESTIMATORS: Registry[EstimatorTraits] = Registry(

@@ -73,6 +73,33 @@ def test_another_process_is_told_where_a_function_is(own_file):
     assert ESTIMATORS.portable("grpo") == "grpo" and LOSSES.portable("ppo") == "ppo"
 
 
+SCRIPT = """
+from molt_gym.trainers.algorithms.registry import LOSSES, register_loss
+
+@register_loss("mine")
+def mine(*_):
+    pass
+
+print(LOSSES.portable("mine"), LOSSES.traits("my_script:mine").has_ratio, __name__)
+if "both" in __import__("sys").argv:
+    import my_script
+"""
+
+
+@pytest.mark.parametrize("command", [["my_script.py"], ["-m", "my_script"]])
+def test_what_a_script_registers_is_found_by_its_file_and_the_script_is_not_run_again(own_file, command):
+    (own_file / "my_script.py").write_text(SCRIPT)
+
+    def lines(*words):
+        result = subprocess.run([sys.executable, *command, *words], cwd=own_file, capture_output=True, text=True,
+                                timeout=300)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    assert lines() == ["my_script:mine True __main__"]
+    assert lines("both") == ["my_script:mine True __main__", "my_script:mine True my_script"]
+
+
 def test_registering_a_name_twice_is_refused_and_reloading_a_file_is_not(own_file):
     LOSSES.traits("my_algorithms:flat")
     with pytest.raises(ValueError, match=r"'flat' is already my_algorithms.flat; register .* under another name"):
