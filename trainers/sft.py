@@ -67,7 +67,6 @@ def sft(
         training, held_out, settings = _examples(data, settings, resolved, progress)
         path = Path(settings.out) if settings.out else default_path("sft", resolved.name)
         with RunDir(path, resume=resume) as run_dir:
-            run_dir.write_config(settings.to_toml())
             seed_everything(settings.seed)
             return run(_train(settings, resolved, training, held_out, run_dir, progress, resume))
 
@@ -124,6 +123,7 @@ async def _train(
     try:
         if resume:
             loop.load()
+        run_dir.write_config(config.to_toml())
         progress.message(f"sft · {model.name} · seed {config.seed} · {total} steps"
                          + (f", resumed after step {loop.step}" if loop.step else "") + f" → {run_dir.path}")
         checkpoint = await loop.run(partial(export_model, model.path, run_dir.model_path))

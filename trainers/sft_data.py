@@ -64,7 +64,7 @@ def load_examples(
                  for where, record in chats]
     found = [example for example in examples if example is not None]
     if not found:
-        counts = ", ".join(f"{reason} {count}" for reason, count in left_out.items())
+        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()) if count)
         raise ConfigError(f"data: nothing to learn from{f' (left out: {counts})' if counts else ''}; give some rows")
     return found
 
@@ -249,10 +249,8 @@ def _record(where: str, item: Any) -> tuple[str, Mapping[str, Any] | Trajectory]
 
 def _named(name: str, options: DatasetConfig) -> Iterator[tuple[str, Mapping[str, Any] | Trajectory]]:
     path = Path(name).expanduser()
-    if path.is_dir():
-        folder = path / "rollouts" if (path / "rollouts").is_dir() else path
-        if not (files := sorted(folder.glob("*.jsonl"))):
-            raise ConfigError(f"data: the folder {name} holds no .jsonl files; name a file or the folder of a run")
+    folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+    if files := sorted(folder.glob("*.jsonl")):
         for file in files:
             yield from _lines(file)
     elif path.is_file() and path.suffix != ".parquet":
@@ -288,12 +286,12 @@ def _dataset(name: str, path: Path, options: DatasetConfig) -> Iterable[Any]:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"data: {name!r} is no file here; Parquet files and datasets by name need "
+        raise ConfigError(f"data: {name!r} is no file or run here; Parquet files and datasets by name need "
                           "pip install 'molt-gym[data]'") from None
     try:
         if path.is_file():
             return datasets.Dataset.from_parquet(str(path))
         return datasets.load_dataset(name, options.subset, split=options.split)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data: {name!r} is no file here, and cannot be loaded as a dataset (split "
+        raise ConfigError(f"data: {name!r} is no file or run here, and cannot be loaded as a dataset (split "
                           f"{options.split!r}): {error}") from error

@@ -15,7 +15,8 @@ GEMMA = """{{- bos_token -}}{%- for m in messages -%}
 {{- '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\n' ~ (m.content | trim) }}<end_of_turn>
 {% endfor -%}{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{% endif -%}"""
 DEEPSEEK = """{{- bos_token -}}{%- for m in messages -%}
-{%- if m.role == 'user' %}{{ '<|User|>' ~ m.content }}{% else %}{{ '<|Assistant|>' ~ m.content ~ eos_token }}{% endif -%}
+{%- if m.role == 'user' %}{{ '<|User|>' ~ m.content }}
+{%- else %}{{ '<|Assistant|>' ~ m.content ~ eos_token }}{% endif -%}
 {%- endfor -%}{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{% endif -%}"""
 GLM = """[gMASK]<sop>{%- for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content }}{% endfor -%}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif -%}"""
@@ -112,8 +113,8 @@ def test_a_block_that_the_header_opens_is_closed_by_the_reply(renderer_of, field
 
 
 def test_a_reply_of_which_the_template_drops_a_part_is_refused(renderer_of):
-    drops = "{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content[:3] ~ '<|im_end|>\n' }}{% endfor %}" \
-            "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    drops = ("{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content[:3] ~ '<|im_end|>\n' }}"
+             "{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     with pytest.raises(ValueError, match=r"messages\[1\]: .* drops a part"):
         supervised_rows(renderer_of(drops), [user("ok"), assistant("hello")])
 
