@@ -42,6 +42,13 @@ def test_an_estimator_and_a_loss_of_ones_own_train_the_tiny_model(tmp_path):
     assert 'estimator = "median_baseline"' in config and 'loss = "soft_clip"' in config
 
 
+@pytest.mark.slow
+def test_a_model_learns_from_the_best_that_it_played(tmp_path):
+    words = next(line for line in run_example("sft.py", tmp_path).splitlines() if line.startswith("pass@1")).split()
+    before, after = float(words[1]), float(words[3].rstrip(";"))
+    assert after >= max(0.5, before + 0.2)
+
+
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "my_env.py", "own_estimator.py", "play_with_a_function.py"}
+        "my_env.py", "own_estimator.py", "play_with_a_function.py", "sft.py"}
