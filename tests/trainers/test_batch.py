@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from molt_gym.tokens import Failure, Row, Trajectory
+from molt_gym.tokens import Failure, Row, RowRef, Trajectory
 from molt_gym.trainers.batch import longest_reply, shaped_rewards, usable, windows
 from molt_gym.trainers.config import Config
 
@@ -145,6 +145,17 @@ def test_a_group_that_lost_all_but_one_teaches_nothing():
         made, metrics = windows([[rollout(1.0)], [rollout(1.0), rollout(0.0)]], config(estimator=estimator))
         assert made[0][0].advantage == 0
         assert metrics["advantage/zero"] == pytest.approx(1 / 3)
+
+
+def test_for_an_estimator_of_tokens_rows_know_their_rollout_and_its_shaped_reward():
+    made, metrics = windows(SPLIT, config(estimator="reinforce", reward_clip=2.0, updates_per_batch=2))
+    rows = [r for window in made for r in window]
+    assert [(r.rollout, r.reward) for r in rows[:7]] == [(0, 1), (0, 1), (1, 0), (1, 0), (2, 2), (2, 2), (2, 2)]
+    assert [r.rollout for r in rows[7:]] == [3, 4, 5, 6, 7] and metrics == {}
+    refs = [[rollout(1.0, RowRef("node", number, row(3).stats))] for number in range(2)]
+    (remote,), _ = windows(refs, config(estimator="reinforce"))
+    assert [(r.number, r.rollout, r.reward) for r in remote] == [(0, 0, 1), (1, 1, 1)]
+    assert [(r.rollout, r.reward) for r in (remote[1].fetched([row(3), row(2)]),)] == [(1, 1)]
 
 
 # Shaping

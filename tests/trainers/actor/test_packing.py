@@ -81,6 +81,21 @@ def test_every_trained_token_is_in_exactly_one_micro_batch_with_its_own_numbers(
 
 @settings(deadline=None)
 @given(rows=rows_of_groups(), limit=st.integers(1, 60))
+def test_advantages_and_references_of_tokens_stay_with_their_tokens(rows: list[TrainRow], limit: int) -> None:
+    for row in rows:
+        row.advantages = [100.0 * row.row + position for position in row.trained]
+        row.ref_logprobs = [-value for value in row.advantages]
+    found: Counter = Counter()
+    for batch in (collate(tries, CPU) for tries in micro_batches(rows, limit)):
+        assert torch.equal(batch.reference, -batch.advantages)
+        found.update(zip(batch.rows.tolist(), batch.targets.tolist(), batch.advantages.tolist(), strict=True))
+    assert found == Counter((row.row, row.ids[p], 100.0 * row.row + p) for row in rows for p in row.trained)
+    rows[0].ref_logprobs = None
+    assert any(collate(tries, CPU).reference is None for tries in micro_batches(rows, limit))
+
+
+@settings(deadline=None)
+@given(rows=rows_of_groups(), limit=st.integers(1, 60))
 def test_micro_batches_with_their_padding_stay_within_the_limit_but_for_a_longer_row(
     rows: list[TrainRow], limit: int
 ) -> None:
