@@ -2,8 +2,8 @@
 
     python examples/sft.py
 
-What got the full reward is kept, and trained on in the very tokens that were sampled. The same call takes conversations:
-a file of lines such as {"messages": [...], "tools": [...]}, or a dataset.
+What got the full reward is kept, and trained on in the very tokens that were sampled. The same call takes
+conversations: a file of lines such as {"messages": [...], "tools": [...]}, or a dataset.
 """
 
 import molt_gym

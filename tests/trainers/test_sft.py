@@ -23,9 +23,9 @@ from molt_gym.trainers.actor.packing import collate, micro_batches
 from molt_gym.trainers.algorithms.losses import policy_loss
 from molt_gym.trainers.config import load_settings
 from molt_gym.trainers.run_dir import RunDir
-from molt_gym.trainers.sft import first_fit, window
 from molt_gym.trainers.sft_config import SftConfig
 from molt_gym.trainers.sft_data import Example
+from molt_gym.trainers.sft_loop import first_fit, window
 
 ROWS = [{"messages": [{"role": "user", "content": f"What is {n} + 1?"},
                       {"role": "assistant", "content": f"The number is {n + 1}." + " again" * (n % 3)}]}
@@ -226,6 +226,8 @@ def test_the_best_rollouts_of_an_env_are_learnt_and_training_goes_on_from_there(
     assert result.metrics[0]["train/tokens"] == sum(sum(row.mask) for t in kept for row in t.rows)
     trained = train(model=result.run_dir / "model", steps=1)
     assert (trained.run_dir / "model").is_dir()
+    with pytest.raises(ConfigError, match="out: .* holds a run of train; choose another folder"):
+        molt_gym.sft(trained.run_dir, tiny_path, out=trained.run_dir)
     # What that run recorded can be learnt from in turn.
     again = sft(trained.run_dir, out="again", model=trained.run_dir / "model", steps=1, rollouts__best_of_group=1)
     assert again.metrics[0]["train/conversations"] == 2
