@@ -10,7 +10,7 @@ Importing registers the ids of the envs that come with it, takes under a second,
 `evaluate` and `rollout` import the trainer when they are called.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -62,23 +62,28 @@ __all__ = [
 
 
 def train(
-    env: str,
+    env: str | Mapping[str, Any],
     model: str | PathLike[str] | None = None,
     *,
     out: str | PathLike[str] | None = None,
     steps: int | None = None,
     seed: int = 0,
+    curriculum: str | Callable[[dict[str, Any]], Mapping[str, float] | None] | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> "TrainResult":
     """Trains a model to act in an env.
 
     Args:
-        env: an env id, such as "CodeExec-v0" or "my_module:MyAgent-v0".
+        env: an env id, such as "CodeExec-v0" or "my_module:MyAgent-v0"; or several, with the weights in proportion to
+            which groups are drawn from them: {"CodeExec-v0": 0.7, "Math-v0": 0.3}. In place of a weight there may be a
+            table of `weight`, `env_kwargs` and `max_turns`.
         model: a hub name or a local Hugging Face folder; None takes SmolLM2-135M, "tiny" a toy that is made here.
         out: the folder of the run; None makes a new one under `runs/`.
         steps: how many optimizer steps; None takes what the configuration says.
         seed: fixes tasks, sampling and order.
+        curriculum: called with the metrics of each step, before the next one; it returns new weights by env id, or
+            None. A function, or "module:function".
         config: a TOML file, or nested settings as a mapping.
         **overrides: further settings, as `rollout={"group_size": 8}` or `rollout__group_size=8`.
 
@@ -92,7 +97,7 @@ def train(
     """
     from .trainers import api
 
-    return api.train(env, model, out=out, steps=steps, seed=seed, config=config, **overrides)
+    return api.train(env, model, out=out, steps=steps, seed=seed, curriculum=curriculum, config=config, **overrides)
 
 
 def sft(

@@ -57,13 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
-    env, overrides = _split(options, rest, env_needed=options.resume is None)
+    words, overrides = _words(options, rest, env_needed=options.resume is None and options.config is None)
+    env: Any = _mixture(words) if "=" in words[0] else words[0]
+    if isinstance(env, str) and len(words) > 1:
+        raise ConfigError(f"{words[1]!r} is no option; write --NAME VALUE, or ENV=WEIGHT for each env of a mixture")
     out, config = options.out, options.config
     if options.resume is not None:
-        out = _run_to_resume(options.resume, env, out)
+        out = _run_to_resume(options.resume, env if isinstance(env, str) else "+".join(env), out)
     # What the command does not say comes from the file, or from the run that is resumed.
     file = _read_toml(config) if config else _read_toml(Path(out) / "config.toml") if out else {}
-    env = env or file.get("env", "")
+    env = env or file.get("env", "") or "+".join(file.get("mixture", {}))
     if not env:
         raise ConfigError("env: missing; write molt-gym train ENV, such as molt-gym train CodeExec-v0")
     seed = options.seed if options.seed is not None else file.get("seed", 0)
@@ -232,7 +235,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    train = verb("train", _train, "train a model in an env", "ENV [--model M] [options] [--SETTING VALUE ...]", True)
+    train = verb("train", _train, "train a model in an env", "ENV [--model M] [options] [--SETTING VALUE ...]\n"
+                 "       molt-gym train ENV=WEIGHT ENV=WEIGHT ... [options]", True)
     train.add_argument("--model", help="hub name, local folder, smollm2-135m (default) or tiny")
     train.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
     train.add_argument("--steps", type=int, metavar="N", help="training steps")
@@ -296,12 +300,28 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _words(options: argparse.Namespace, rest: list[str]) -> tuple[list[str], dict[str, Any]]:
+def _words(
+    options: argparse.Namespace, rest: list[str], *, env_needed: bool = True
+) -> tuple[list[str], dict[str, Any]]:
     """The envs, one or more, and the overrides, as `_split`."""
-    first, rest = rest[:1], rest[1:]
-    more = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
-    env, overrides = _split(options, first + rest[more:])
-    return [env, *rest[:more]], overrides
+    end = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
+    env, overrides = _split(options, rest[: min(end, 1)] + rest[end:], env_needed=env_needed)
+    return [env, *rest[1:end]], overrides
+
+
+def _mixture(words: Sequence[str]) -> dict[str, float]:
+    """Weights by env id, of words such as CodeExec-v0=.7."""
+    mixture = {}
+    for word in words:
+        env, _, weight = word.rpartition("=")
+        try:
+            mixture[env] = float(weight)
+        except ValueError:
+            env = ""
+        if not env:
+            raise ConfigError(f"{word!r}: no env with a weight; write ID=WEIGHT for each env of a mixture, such as "
+                              "CodeExec-v0=.7 Math-v0=.3")
+    return mixture
 
 
 def _split(

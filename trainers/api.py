@@ -26,9 +26,10 @@ from .models import ResolvedModel, resolve_model
 from .placement.placement import place
 from .progress import Progress, make_progress
 from .reference import frozen_model, portable
+from .rollout.mixture import Curriculum, MixedPool, Mixture, Player, load_curriculum, split
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
-from .session import Sampler, env_maker, env_preset, merge, policy_runner, seed_everything
+from .session import Sampler, env_maker, merge, mixed_preset, policy_runner, seed_everything, with_own_turns
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -47,16 +48,22 @@ class TrainResult:
 
 
 def train(
-    env: str,
+    env: str | Mapping[str, Any],
     model: str | os.PathLike[str] | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
     steps: int | None = None,
     seed: int = 0,
+    curriculum: str | Curriculum | None = None,
     config: Settings = None,
     **overrides: Any,
 ) -> TrainResult:
     """See `molt_gym.train`."""
+    if not isinstance(env, str):
+        env, overrides["mixture"] = "+".join(env), env
+    if curriculum is not None:
+        overrides["curriculum"] = curriculum if isinstance(curriculum, str) else (
+            f"{curriculum.__module__}:{curriculum.__qualname__}")
     given = {"seed": seed, **overrides} | ({} if steps is None else {"steps": steps})
     given |= {} if out is None else {"out": os.fspath(out)}
     earlier = Path(out) / "config.toml" if out is not None and holds_run(out) else None
@@ -65,12 +72,14 @@ def train(
     with make_progress() as progress:
         settings, resolved = configure(env, model, config, given, progress, earlier=earlier)
         frozen = frozen_model(settings, resolved.path, progress)
+        if settings.curriculum and not callable(curriculum):
+            curriculum = load_curriculum(settings.curriculum)
         path = Path(settings.out) if settings.out else default_path(env, resolved.name)
         resume = earlier is not None and settings.checkpoint.resume == "auto"
         with RunDir(path, resume=resume) as run_dir:
             run_dir.write_config(settings.to_toml())
             seed_everything(settings.seed)
-            return run(_train(settings, resolved, frozen, run_dir, progress, resume=resume))
+            return run(_train(settings, resolved, frozen, run_dir, progress, curriculum, resume=resume))
 
 
 def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
@@ -84,13 +93,11 @@ def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
 
 
 async def _train(
-    config: Config, model: ResolvedModel, frozen: str | None, run_dir: RunDir, progress: Progress, *, resume: bool
+    config: Config, model: ResolvedModel, frozen: str | None, run_dir: RunDir, progress: Progress,
+    curriculum: Curriculum | None, *, resume: bool,
 ) -> TrainResult:
     from .actor.fsdp_actor import ActorSpec
 
-    maker, rollout = env_maker(config), config.rollout
-    tasks = TaskStream(maker.num_tasks(), config.seed)
-    plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness, rollout.dynamic_filter)
     total = config.steps * config.algorithm.updates_per_batch
     async with AsyncExitStack() as stack:
         stack.callback(draw_curve, run_dir, progress)
@@ -101,9 +108,8 @@ async def _train(
         stack.push_async_callback(sampler.aclose)
         spec = ActorSpec(str(model.path), portable(config), getattr(torch, config.actor.dtype), total, frozen)
         actor = partial(placement.actor, spec)
-        runner = sampler.runner(maker, rollout.temperature, ordered=rollout.max_staleness == 0)
+        runner, pool = _pool(config, sampler, curriculum, run_dir)
         stack.push_async_callback(runner.aclose)
-        pool = Pool(runner, tasks, plan, seed=config.seed)
         stack.push_async_callback(pool.close)
         loop = Loop(config, sampler, actor, pool, run_dir, progress)
         stack.push_async_callback(loop.close)
@@ -112,6 +118,23 @@ async def _train(
         checkpoint = await loop.run(partial(export_model, model.path, run_dir.model_path))
         progress.finish(_summary(run_dir, len(loop.losses)))
     return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint, best_checkpoint(run_dir.checkpoints_path))
+
+
+def _pool(
+    config: Config, sampler: Sampler, curriculum: Curriculum | None, run_dir: RunDir
+) -> tuple[Player, Pool]:
+    """What plays in the env, or in those of the mixture, and the groups that it is given."""
+    rollout, seed = config.rollout, config.seed
+    plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness, rollout.dynamic_filter)
+    makers = [env_maker(part) for part in split(config)]
+    tasks = [TaskStream(maker.num_tasks(), seed) for maker in makers]
+    options: Any = {"temperature": rollout.temperature, "ordered": rollout.max_staleness == 0}
+    if not config.mixture:
+        runner = sampler.runner(makers[0], **options)
+        return runner, Pool(runner, tasks[0], plan, seed=seed)
+    mixture = Mixture({env: entry["weight"] for env, entry in config.mixture.items()}, tasks, seed)
+    mixed = sampler.mixed_runner(makers, **options)
+    return mixed, MixedPool(mixed, mixture, plan, seed=seed, curriculum=curriculum, last_line=run_dir.last_step)
 
 
 def export_model(source: Path, path: Path, actor: Actor) -> None:
@@ -174,11 +197,15 @@ def configure(
     `earlier` is the config.toml of the run that is resumed; it lies below them too. `default` lies below everything.
     """
     draft = load(env, model, config, overrides, preset=default, earlier=earlier)
-    env_maker(draft).num_tasks()
-    resolved = resolve_model(draft.model, env=env, env_kwargs=dict(draft.env_kwargs), seed=draft.seed,
+    parts = split(draft)
+    for part in parts:
+        if env_maker(part).num_tasks() == 0 and len(parts) > 1:
+            raise ConfigError(f"mixture.{part.env}: has no tasks; leave it out")
+    resolved = resolve_model(draft.model, env=parts[0].env, env_kwargs=dict(parts[0].env_kwargs), seed=draft.seed,
                              say=progress.message)
-    preset = merge(default or {}, merge(resolved.preset, env_preset(env, resolved.name)))
-    return load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier), resolved
+    preset = merge(default or {}, merge(resolved.preset, mixed_preset(parts, resolved.name)))
+    settings = load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier)
+    return with_own_turns(settings, resolved.name), resolved
 
 
 def load(
@@ -190,8 +217,10 @@ def load(
     if earlier is not None:
         preset = load_config(file=earlier).model_dump(exclude_none=True)
     if isinstance(config, Mapping):
-        return load_config(env, model=name, preset=merge(preset or {}, config), overrides=overrides)
-    return load_config(env, model=name, file=config, preset=preset, overrides=overrides)
+        loaded = load_config(env, model=name, preset=merge(preset or {}, config), overrides=overrides)
+    else:
+        loaded = load_config(env, model=name, file=config, preset=preset, overrides=overrides)
+    return split(loaded)[0] if loaded.env in loaded.mixture else loaded
 
 
 def _summary(run_dir: RunDir, actor_restarts: int) -> dict[str, Any]:

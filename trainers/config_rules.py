@@ -19,6 +19,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _not_there_yet(config)
     yield from _engine_contradictions(config)
     yield from _placement_contradictions(config)
+    yield from _mixture_contradictions(config)
     rollout, evaluation = config.rollout, config.eval
     if rollout.max_tokens >= rollout.max_context:
         yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
@@ -32,6 +33,18 @@ def contradictions(config: Config) -> Iterator[str]:
     if evaluation.k > 1 and evaluation.temperature == 0:
         yield (f"eval.k: {evaluation.k} greedy rollouts of a task are all the same; write eval.k = 1 or "
                "eval.temperature > 0")
+
+
+def _mixture_contradictions(config: Config) -> Iterator[str]:
+    mixture = config.mixture
+    if mixture and config.env not in ("+".join(mixture), *mixture):
+        yield (f"env: {config.env!r} with a mixture of {', '.join(mixture)}; write {'+'.join(mixture)!r}, or one of "
+               "them to take its settings alone")
+    if mixture and config.env_kwargs:
+        yield (f"env_kwargs: {', '.join(config.env_kwargs)} with a mixture, whose environments have arguments of their "
+               "own; write mixture.ID.env_kwargs")
+    if config.curriculum and not mixture:
+        yield f"curriculum: {config.curriculum!r} without a mixture, whose weights it would change; leave it out"
 
 
 def _batch_contradictions(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ transformers; what `Config.to_toml` writes, `config.load_config` reads back equa
 from __future__ import annotations
 
 import os
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,27 @@ def _plain(value: Any, name: str = "") -> Any:
                      "a table, or leave the key out")
 
 
+def _mixture(value: Any) -> Any:
+    """Entries of a mixture as tables, so that a bare number is a weight."""
+    if not isinstance(value, dict):
+        return value
+    entries = {env: _plain(entry if isinstance(entry, dict) else {"weight": entry}, f".{env}")
+               for env, entry in value.items()}
+    kinds = {"weight": (int | float, "a number from 0 on"), "env_kwargs": (dict, "a table"),
+             "max_turns": (int, "an integer from 1 on")}
+    for env, entry in entries.items():
+        for name, item in {"weight": None, **entry}.items():
+            if name not in kinds:
+                raise ValueError(f".{env}.{name}: unknown option; write one of {', '.join(kinds)}")
+            kind, words = kinds[name]
+            least = {"weight": 0, "max_turns": 1}.get(name)
+            if not isinstance(item, kind) or isinstance(item, bool) or (least is not None and not least <= item < inf):
+                raise ValueError(f".{env}.{name}: got {item!r}; write {words}")
+    if entries and not any(entry["weight"] for entry in entries.values()):
+        raise ValueError(": all weights are 0; write one above")
+    return entries
+
+
 _NUMBER = BeforeValidator(_no_bool)
 Count = Annotated[int, Ge(1), _NUMBER]
 Natural = Annotated[int, Ge(0), _NUMBER]
@@ -47,6 +69,7 @@ Moment = Annotated[float, Ge(0), Lt(1), _NUMBER]
 Number = Annotated[float, _NUMBER]
 Text = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Table = Annotated[dict[str, Any], BeforeValidator(lambda value: _plain(value) if isinstance(value, dict) else value)]
+Mix = Annotated[dict[str, Any], BeforeValidator(_mixture)]
 Range = Annotated[tuple[Number, Number] | None,
                   BeforeValidator(lambda value: ((0.0, 1.0) if value else None) if isinstance(value, bool) else value)]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -309,7 +332,11 @@ class Config(Section):
     """All that a run needs to know. Build it with `load_config`, which explains what is wrong with it."""
 
     env: Annotated[Text, Field(min_length=1)]
-    """Environment id."""
+    """Environment id; of a mixture, the ids joined by +."""
+    mixture: Mix = {}
+    """Environments to train in at the same time: weight by id, or a table of weight, env_kwargs and max_turns."""
+    curriculum: Text | None = None
+    """module:function that is given a step's metrics and returns new weights by id, or None."""
     model: Text | None = None
     """Hub name, local folder or name of a model at hand; without it, smollm2-135m."""
     out: Text | None = None

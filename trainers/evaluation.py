@@ -108,7 +108,7 @@ def _settings(config: Config) -> dict[str, Any]:
     others = {"out", "steps", "algorithm", "actor", "checkpoint", "failures", "ray"}
     told = config.model_dump(mode="json", exclude=others)
     del told["eval"]["episodes"]
-    return told
+    return told | {"actor.dtype": config.actor.dtype}
 
 
 def _fingerprint(path: Path) -> int:

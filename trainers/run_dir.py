@@ -129,6 +129,13 @@ class RunDir:
         """All steps so far, as `read_metrics` gives them."""
         return read_metrics(self.metrics_path)
 
+    def last_step(self) -> dict[str, Any]:
+        """The metrics line of the newest step; {} before the first."""
+        for line in reversed(self.metrics_path.read_bytes().split(b"\n")):
+            if line and "eval/when" not in (record := json.loads(line)):
+                return {name: math.nan if value is None else value for name, value in record.items()}
+        return {}
+
     def write_rollouts(self, step: int, trajectories: Iterable[Trajectory]) -> Path:
         """Write the transcripts that `step` trained on to rollouts/step-<6 digits>.jsonl, whole."""
         path = self.rollouts_path / f"step-{step:06d}.jsonl"
@@ -152,7 +159,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name.rpartition(":")[2])
+    return re.sub(r"[^\w.-]+", "-", "+".join(part.rpartition(":")[2] for part in name.split("+")))
 
 
 def _holds_files(path: Path) -> bool:

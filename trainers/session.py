@@ -1,7 +1,7 @@
 """The parts of a run, put together from its configuration."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from transformers import AutoTokenizer
 
+from molt_gym.errors import ConfigError
 from molt_gym.policy import Policy
 from molt_gym.registry import creators, find_spec
 from molt_gym.server.server import LoopbackServer
@@ -25,6 +26,7 @@ from .rollout.engine import RolloutEngine
 from .rollout.env_maker import EnvMaker
 from .rollout.fleet import EngineFleet
 from .rollout.gate import Gate, OpenGate, WaveGate
+from .rollout.mixture import MixedRunner, split
 from .rollout.pool import TaskStream
 from .rollout.runner import Limits, Runner
 from .rollout.seats import PolicySeat, TokenSeat
@@ -38,11 +40,13 @@ EVAL_SEED = 1_000_003
 
 
 def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
-    """The envs of training, or of evaluation.
+    """The envs of training, or of evaluation, with the settings of one env; see `split`.
 
     Raises:
         UnknownEnv, NotAChatEnv, ConfigError: the env cannot be made.
     """
+    if config.mixture:
+        raise ConfigError(f"env: {config.env} is a mixture, and one env is needed here; name one of it")
     kwargs, turns = dict(config.env_kwargs), config.rollout.max_turns
     if held_out:
         kwargs = held_out_kwargs(find_spec(config.env)) | kwargs | config.eval.env_kwargs
@@ -56,6 +60,25 @@ def env_preset(env: str, model: str) -> dict[str, Any]:
     """What the env's class recommends for any model and for this one."""
     presets = getattr(creators(find_spec(env))[1], "presets", {})
     return merge(presets.get("", {}), presets.get(model, {}))
+
+
+def mixed_preset(parts: Sequence[Config], model: str) -> dict[str, Any]:
+    """What the envs recommend for a run in all of them, the first of them before the others; see `with_own_turns`."""
+    found: dict[str, Any] = {}
+    for part in reversed(parts):
+        found = merge(found, env_preset(part.env, model))
+    if len(parts) > 1 and "rollout" in found:
+        found["rollout"] = {name: value for name, value in found["rollout"].items() if name != "max_turns"}
+    return found
+
+
+def with_own_turns(config: Config, model: str) -> Config:
+    """With the cap on turns that each env of a mixture recommends, unless the user set one."""
+    if not config.mixture or config.rollout.max_turns is not None:
+        return config
+    own = {env: env_preset(env, model).get("rollout", {}).get("max_turns") for env in config.mixture}
+    return config.model_copy(update={"mixture": {
+        env: ({"max_turns": own[env]} if own[env] else {}) | entry for env, entry in config.mixture.items()}})
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,11 +171,20 @@ class Sampler:
         make = partial(VllmEngine, self._path, self.renderer, **vllm_settings(self._config))
         return EngineFleet(make, rollout.engines, self._config.failures.engine_restarts)
 
-    def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> Runner:
+    def mixed_runner(self, makers: Sequence[EnvMaker], temperature: float, *, ordered: bool) -> MixedRunner:
+        """Plays in several envs; ordered, what they ask goes to the engine in common waves."""
+        gate = self._gate(makers, ordered=ordered)
+        return MixedRunner([self.runner(maker, temperature, ordered=ordered, gate=gate) for maker in makers])
+
+    def _gate(self, makers: Sequence[EnvMaker], *, ordered: bool) -> Gate:
+        # Agents take their own time between two requests, so that no wave would ever be whole.
+        waves = ordered and not any(maker.is_agent for maker in makers)
+        return WaveGate(self.engine) if waves else OpenGate(self.engine)
+
+    def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool, gate: Gate | None = None) -> Runner:
         """Plays with the engine; `ordered` makes the outcome a function of the seed (see `WaveGate`)."""
         rollout = self._config.rollout
-        # Agents take their own time between two requests, so that no wave would ever be whole.
-        gate: Gate = WaveGate(self.engine) if ordered and not maker.is_agent else OpenGate(self.engine)
+        gate = gate or self._gate([maker], ordered=ordered)
         sampling = Sampling(rollout.max_tokens, temperature, rollout.top_p, rollout.top_k)
 
         def seat(ticket: Ticket, attempt: int) -> TokenSeat:
@@ -194,7 +226,7 @@ class Sampler:
 
     async def evaluate(self, *, alone: bool = True) -> list[EvalResult]:
         """The held-out scores of the weights in use, an env each; `alone`: nobody else plays meanwhile."""
-        return [await self.score(self._config, alone=alone)]
+        return [await self.score(part, alone=alone) for part in split(self._config)]
 
     async def score(self, config: Config, *, alone: bool = True, **options: Any) -> EvalResult:
         """The held-out score in the env of `config`; for `options` see `evaluate.evaluate`."""

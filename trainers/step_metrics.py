@@ -43,6 +43,7 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
     failed = Counter(trajectory.failure.reason for trajectory in batch.played if trajectory.failure is not None)
     for fate, counts in (("failed", failed), ("retried", batch.retried), ("dropped", batch.dropped)):
         metrics |= {f"rollout/{fate}/{reason}": count for reason, count in sorted(counts.items())}
+    metrics |= _by_env(batch, ended)
     if not ended:
         return metrics
     rewards = [trajectory.reward for trajectory in ended]
@@ -51,7 +52,6 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
     return metrics | {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "reward/" + ended[0].env: fmean(rewards),
         "pass/at_1": fmean(map(passes, ended)),
         "rollout/length_mean": sampled_tokens(ended) / len(ended),
         "rollout/turns_mean": fmean(trajectory.turns for trajectory in ended),
@@ -63,6 +63,20 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
         "staleness/mean": version - sum(row.versions for row in rows) / sampled if sampled else 0.0,
         "staleness/max": max((version - row.oldest for row in rows), default=0),
     }
+
+
+def _by_env(batch: Batch, ended: Sequence[Trajectory]) -> dict[str, float]:
+    """Of each env, the reward; of one in a mixture also the pass rate, how many rollouts, and its weight."""
+    metrics: dict[str, float] = {}
+    for env in dict.fromkeys([*batch.weights, *(trajectory.env for trajectory in ended)]):
+        own = [trajectory for trajectory in ended if trajectory.env == env]
+        if own:
+            metrics[f"reward/{env}"] = fmean(trajectory.reward for trajectory in own)
+        if batch.weights:
+            metrics |= {f"pass/{env}": fmean(map(passes, own))} if own else {}
+            metrics |= {f"rollout/count/{env}": sum(trajectory.env == env for trajectory in batch.played),
+                        f"mixture/{env}": batch.weights[env]}
+    return metrics
 
 
 def rates(

@@ -142,6 +142,8 @@ def test_train_passes_options_and_settings_on(called):
         (["train", "CodeExec-v0", "--rollout.group-sise", "8"], "rollout.group_size"),
         (["train", "CodeExec-v0", "--resume", "nowhere"], "no run is there"),
         (["train", "CodeExec-v0", "tiny"], "'tiny'"),
+        (["train", "CodeExec-v0=1", "Math-v0"], "'Math-v0': no env with a weight; write ID=WEIGHT"),
+        (["train", "CodeExec-v0=much"], "'CodeExec-v0=much'"),
         (["envs", "--all"], "--all"),
         (["rollout", "CodeExec-v0", "--human", "--rollout.top-k", "3"], "no effect with --human"),
     ],
@@ -150,6 +152,18 @@ def test_a_wrong_command_exits_2_with_one_message(words, said, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith(f"molt-gym {words[0]}: ") and "Traceback" not in error
+
+
+def test_train_takes_several_envs_with_weights(called, run):
+    assert main("train A-v0=.7 B-v0=3 --steps 3".split()) == 0
+    assert main(f"train A-v0=.7 B-v0=3 --out {run}".split()) == 0
+    assert [args for _, args, _ in called] == [({"A-v0": 0.7, "B-v0": 3.0}, None)] * 2
+
+
+def test_train_takes_a_mixture_from_a_file(called, tmp_path):
+    (tmp_path / "mix.toml").write_text("[mixture]\n'A-v0' = 1\n'B-v0' = 2\n")
+    assert main(["train", "--config", str(tmp_path / "mix.toml")]) == 0
+    assert called[0][1] == ("A-v0+B-v0", None)
 
 
 def test_argparse_errors_exit_2_too():

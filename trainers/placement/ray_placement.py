@@ -16,6 +16,7 @@ from ..actor.fsdp_actor import ActorSpec
 from ..config import Config
 from ..rollout.env_maker import EnvMaker
 from ..rollout.fleet import EngineFleet
+from ..rollout.gate import Gate
 from ..rollout.vllm_spec import Backend, check_engine_args
 from ..session import Sampler, vllm_settings, with_dtypes
 from .ray_actor import RayActor
@@ -101,7 +102,9 @@ class RaySampler(Sampler):
     def _make_engine(self) -> EngineFleet:
         return self._placement.fleet(self._path, self.renderer)
 
-    def runner(self, maker: EnvMaker, temperature: float, *, ordered: bool) -> RayRunner:
+    def runner(
+        self, maker: EnvMaker, temperature: float, *, ordered: bool, gate: Gate | None = None
+    ) -> RayRunner:
         """Plays in all of them; the order of requests is not a function of the seed, whatever `ordered` says."""
         runner = self._players.runner(maker, temperature, self._done)
         self._runners.add(runner)

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from molt_gym.errors import RunFailed
 from molt_gym.tokens import Trajectory
 
 from ..algorithms.shaping import trains
-from .runner import Runner
 from .ticket import Ticket
+
+if TYPE_CHECKING:
+    from .mixture import Mixture, Player
 
 MAX_REPLACEMENTS = 8
 """Groups that a dynamic filter may drop for each one that it keeps, before the run stops."""
@@ -26,12 +29,16 @@ MAX_REPLACEMENTS = 8
 
 @dataclass
 class Batch:
-    """What a step trains on. `played` holds every rollout of the step, also the failed and the dropped ones."""
+    """What a step trains on.
+
+    `played` holds every rollout of the step, also the failed and the dropped ones; `weights` those of a mixture.
+    """
 
     groups: list[list[Trajectory]] = field(default_factory=list)
     played: list[Trajectory] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     retried: Counter = field(default_factory=Counter)
+    weights: dict[str, float] = field(default_factory=dict)
     dispatched: int = 0
     exhausted: bool = False
 
@@ -89,7 +96,7 @@ class Pool:
     """
 
     def __init__(
-        self, runner: Runner, tasks: TaskStream, plan: Plan, *, seed: int,
+        self, runner: "Player", tasks: "TaskStream | Mixture", plan: Plan, *, seed: int,
         ended: Callable[[list[Trajectory]], None] = lambda _: None,
     ) -> None:
         self._runner, self._tasks, self._plan, self._seed, self._ended = runner, tasks, plan, seed, ended
@@ -154,12 +161,15 @@ class Pool:
         for done in range(count):
             try:
                 position = self._again.pop(0) if self._again else self._cursor
-                index = self._tasks[position]
+                task = self._tasks[position]
             except IndexError:
                 return done
             self._cursor = max(self._cursor, position + 1)
             self._pending.add(position)
-            tickets = [Ticket(index, position, rollout, self._seed, step) for rollout in range(self._plan.group_size)]
+            # Of a mixture, with the number of the env.
+            env, index = task if isinstance(task, tuple) else (0, task)
+            tickets = [Ticket(index, position, rollout, self._seed, step, env)
+                       for rollout in range(self._plan.group_size)]
             self._flying[asyncio.create_task(self._group(tickets))] = position
         return count
 

@@ -7,13 +7,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Ticket:
-    """Rollout number `rollout` of group `group` plays task `index`; `seed` is the run's, `step` is for the record."""
+    """Rollout number `rollout` of group `group` plays task `index` of env number `env`, of several in a mixture.
+
+    `seed` is the run's, `step` is for the record.
+    """
 
     index: int
     group: int
     rollout: int = 0
     seed: int = 0
     step: int = 0
+    env: int = 0
 
     @property
     def env_seed(self) -> int:
