@@ -40,8 +40,6 @@ LAST_WORDS = 5.0
 class VllmEngine:
     """A `RolloutEngine`; made at once, while its process starts, unless it shares a GPU.
 
-    Run on CPUs alone so far: nothing of "ipc" and "nccl" has been.
-
     Args:
         path: folder of model and tokenizer.
         renderer: knows the stop tokens.
