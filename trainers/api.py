@@ -20,7 +20,7 @@ from .actor.actor import Actor
 from .atomic import atomic_path
 from .checkpoint import best_checkpoint
 from .config import Config, load_config
-from .interrupts import run
+from .interrupts import retake, run
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
 from .placement.placement import place
@@ -102,6 +102,7 @@ async def _train(
     async with AsyncExitStack() as stack:
         stack.callback(draw_curve, run_dir, progress)
         placement = await asyncio.to_thread(place, config, config.actor.world_size, progress.message)
+        retake()
         stack.callback(placement.close)
         config = placement.config
         sampler = placement.sampler(model.path, _Counter(progress, config.rollouts_per_step))
@@ -177,6 +178,7 @@ def rollout(
 async def open_sampler(stack: AsyncExitStack, model: ResolvedModel, config: Config) -> Sampler:
     """What plays with a model that nothing trains, until `stack` closes."""
     placement = await asyncio.to_thread(place, config, 0, lambda _: None)
+    retake()
     stack.callback(placement.close)
     sampler = placement.sampler(model.path, lambda _: None)
     stack.push_async_callback(sampler.aclose)

@@ -1,8 +1,8 @@
 """Coroutines that a signal asks to end.
 
 Invariant: the first Ctrl-C or SIGTERM cancels the work, which then saves what it has; later ones do not disturb that.
-Where others handle the signals already, they are left to them; who is started later and takes them over, as Ray does in
-the main thread, must be started in another one.
+Where others handle the signals already, they are left to them; from who takes them over later, as Ray does, they are
+taken back by `retake`.
 """
 
 import asyncio
@@ -46,6 +46,15 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             with suppress(asyncio.CancelledError, KeyboardInterrupt):
                 result.exception()
         raise
+
+
+def retake() -> None:
+    """Handle signals as before a library with handlers of its own was started; Ray's ends a process 3 s after SIGTERM."""
+    for number in _DEFAULTS if current_thread() is main_thread() else ():
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+            # As asyncio has it, system calls go on after a signal.
+            signal.siginterrupt(number, False)
 
 
 def _defaults() -> list[signal.Signals]:

@@ -117,26 +117,35 @@ def run_script(text: str, *arguments: object) -> subprocess.Popen:
 
 TRAIN = f"""
 import sys, molt_gym
-molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
+molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=12,
                **{SMALL | {"rollout.engines": 1, "actor.world_size": 1, "rollout.runners": 1}!r})
 """
 
 
-def test_a_run_whose_driver_was_killed_leaves_nothing_behind_and_is_resumed(wide_path, tmp_path):
-    run = tmp_path / "run"
-    driver = run_script(TRAIN, wide_path, run)
-    while len(steps_of(run)) < 2 and driver.poll() is None:
+def stopped(model: Path, run: Path, steps: int, number: signal.Signals) -> int:
+    """Train until there are so many steps, send the driver a signal, and see all of its processes end."""
+    driver = run_script(TRAIN, model, run)
+    while len(steps_of(run)) < steps and driver.poll() is None:
         time.sleep(0.05)
     family = psutil.Process(driver.pid).children(recursive=True)
     assert any("vllm_host" in " ".join(child.cmdline()) for child in family)
-    driver.kill()
+    driver.send_signal(number)
     driver.communicate()
     _, left = psutil.wait_procs(family, timeout=60)
     # Ray's own agents end a while after the rest of it.
     assert not [process for process in left if "Agent" not in process.name()]
+    return driver.returncode
+
+
+def test_a_run_whose_driver_is_stopped_and_killed_leaves_nothing_behind_and_is_resumed(wide_path, tmp_path):
+    run = tmp_path / "run"
+    assert stopped(wide_path, run, 2, signal.SIGTERM) == 128 + signal.SIGTERM
+    saved = len(steps_of(run))
+    assert (run / "checkpoints" / f"step-{saved:06d}").is_dir()
+    assert stopped(wide_path, run, saved + 2, signal.SIGKILL) == -signal.SIGKILL
     output = (again := run_script(TRAIN, wide_path, run)).communicate(timeout=600)[0]
     assert again.returncode == 0, output
-    whole(run, 6, 4, 4)
+    whole(run, 12, 4, 4)
 
 
 NODES = f"""
