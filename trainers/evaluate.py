@@ -33,13 +33,14 @@ HELD_OUT = {"split": "test"}
 
 async def evaluate(
     runner: Runner, tasks: TaskStream, episodes: int, k: int, *, chunk: int, seed: int, log: EvalLog | None = None,
-    sizes: Iterable[int] = (),
+    sizes: Iterable[int] = (), rolling: bool = False,
 ) -> EvalResult:
     """Play `episodes` tasks (or as many as there are), `k` times each, at most `chunk` rollouts at a time.
 
     Args:
         log: of tasks that are over, which are not played again, and those that will be.
         sizes: of pass@ and pass^, besides 1 and k; at most k.
+        rolling: play a task as soon as another is over, and not when `chunk` rollouts are; the order is then not fixed.
 
     Raises:
         RunFailed: not one rollout ended.
@@ -53,9 +54,11 @@ async def evaluate(
             log.add(scores[group[0].group])
 
     missing, size = [place for place in range(episodes) if place not in scores], max(1, chunk // k)
-    for first in range(0, len(missing), size):
-        places = missing[first : first + size]
-        pool = Pool(runner, tasks, Plan(len(places), k), seed=seed, ended=ended)
+    at_once = len(missing) if rolling else size
+    for first in range(0, len(missing), max(1, at_once)):
+        places = missing[first : first + at_once]
+        plan = Plan(len(places), k, max_staleness=int(rolling), capacity=size)
+        pool = Pool(runner, _First(tasks, episodes), plan, seed=seed, ended=ended)
         pool.load_state({"cursor": episodes, "pending": places})
         try:
             batch = await pool.next_batch(0)
@@ -65,6 +68,18 @@ async def evaluate(
             break
     played = [trajectory for _, group in sorted(groups.items()) for trajectory in group]
     return summary(runner.env_id, [score for _, score in sorted(scores.items())], k, sizes, played)
+
+
+class _First(TaskStream):
+    """The first tasks of a stream."""
+
+    def __init__(self, tasks: TaskStream, count: int) -> None:
+        self._tasks, self._count = tasks, count
+
+    def __getitem__(self, position: int) -> int:
+        if position >= self._count:
+            raise IndexError(position)
+        return self._tasks[position]
 
 
 def held_out_kwargs(spec: EnvSpec) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _engine(config: Config) -> Config:
 async def _with_policy(part: _Part, options: Mapping[str, Any]) -> EvalResult:
     runner = policy_runner(part.player, env_maker(part.config, held_out=True), part.config)
     try:
-        return await evaluate_with(runner, part.config, **options)
+        return await evaluate_with(runner, part.config, rolling=True, **options)
     finally:
         await runner.aclose()
         if isinstance(part.player, EndpointPolicy):

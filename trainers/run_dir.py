@@ -159,7 +159,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", "+".join(part.rpartition(":")[2] for part in name.split("+")))
+    return re.sub(r"[^\w.+-]+", "-", "+".join(part.rpartition(":")[2] for part in name.split("+")))
 
 
 def _holds_files(path: Path) -> bool:

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections import Counter
 from functools import partial
 
 import gymnasium as gym
@@ -26,13 +27,13 @@ def attempts(*rewards):
 def play(scripted):
     """Evaluates a scripted env whose tasks score `score(env)` with a policy that does not matter."""
 
-    async def run(score, episodes=6, k=1, tasks=10, chunk=8, seed=0):
+    async def run(score, episodes=6, k=1, tasks=10, chunk=8, seed=0, **options):
         make = scripted(lambda env, message: Turn(reward=score(env), terminated=True))
         policy = as_policy(lambda observation: "yes")
         runner = Runner("Test-v0", make, lambda ticket, attempt: PolicySeat(policy), Limits(retries=0))
         try:
             stream = TaskStream(tasks, seed, epochs=1)
-            return await asyncio.wait_for(evaluate(runner, stream, episodes, k, chunk=chunk, seed=seed), 20)
+            return await asyncio.wait_for(evaluate(runner, stream, episodes, k, chunk=chunk, seed=seed, **options), 20)
         finally:
             runner.close()
 
@@ -70,6 +71,31 @@ async def test_as_many_tasks_are_played_as_asked_each_k_times(play):
 async def test_fewer_tasks_than_asked_end_the_evaluation(play):
     result = await play(lambda env: float(env.index < 3), episodes=100, tasks=4, chunk=3)
     assert (result.episodes, result.pass_at) == (4, {1: 0.75})
+
+
+@pytest.mark.parametrize(("episodes", "tasks"), [(6, 10), (6, None), (9, 4)])
+async def test_rolling_the_same_tasks_are_played(play, episodes, tasks):
+    chunks = await play(lambda env: env.index % 3 / 2, episodes=episodes, k=2, tasks=tasks, chunk=5)
+    rolling = await play(lambda env: env.index % 3 / 2, episodes=episodes, k=2, tasks=tasks, chunk=5, rolling=True)
+    assert rolling.metrics() == chunks.metrics() and rolling.tasks == chunks.tasks
+
+
+async def test_rolling_a_slow_task_holds_up_nobody_and_no_more_are_played_at_a_time(play):
+    rest, playing, most = threading.Semaphore(0), Counter(), []
+
+    def score(env):
+        playing[env.index] += 1
+        most.append(len(playing))
+        # The first waits for all others, of which only two fit beside it.
+        for _ in range(7 if env.index == first else 0):
+            assert rest.acquire(timeout=20)
+        rest.release()
+        del playing[env.index]
+        return 1.0
+
+    first = TaskStream(8, 0)[0]
+    result = await play(score, episodes=8, tasks=8, chunk=3, rolling=True)
+    assert result.pass_at == {1: 1.0} and max(most) <= 3
 
 
 async def test_a_seed_fixes_the_tasks(play):
