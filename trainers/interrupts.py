@@ -49,7 +49,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def retake() -> None:
-    """Handle signals as before a library with handlers of its own was started; Ray's ends a process 3 s after SIGTERM."""
+    """Handle signals as before a library put its own handlers; Ray's ends a process 3 s after SIGTERM."""
     for number in _DEFAULTS if current_thread() is main_thread() else ():
         if (handler := signal.getsignal(number)) is not None:
             signal.signal(number, handler)
