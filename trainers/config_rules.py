@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .algorithms.registry import ESTIMATORS
 from .algorithms.validation import Settings, problems
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ def contradictions(config: Config) -> Iterator[str]:
     """Options that are fine by themselves but not together, each with what to change."""
     yield from _batch_contradictions(config)
     yield from problems(_settings(config))
-    yield from _not_there_yet(config)
     yield from _engine_contradictions(config)
     yield from _placement_contradictions(config)
     yield from _mixture_contradictions(config)
@@ -114,6 +112,7 @@ def _settings(config: Config) -> Settings:
         ceiling=algorithm.ceiling, aggregation=algorithm.aggregation, token_sum_divisor=algorithm.token_sum_divisor,
         updates_per_batch=algorithm.updates_per_batch, kl=kl.coefficient, kl_kind=kl.kind, kl_use=kl.use,
         kl_ref=kl.ref, kl_target=kl.target, reference=kl.model is not None, teacher=algorithm.teacher is not None,
+        critic=config.critic != type(config.critic)(),
         importance=importance.level, mode=importance.mode, gate=importance.gate, low=importance.low,
         high=importance.high, dynamic_filter=rollout.dynamic_filter is not None,
         overlong_buffer=algorithm.overlong_buffer, truncation_coefficient=algorithm.truncation_coefficient,
@@ -121,14 +120,3 @@ def _settings(config: Config) -> Settings:
         top_p=rollout.top_p, top_k=rollout.top_k, routing_replay=rollout.routed_experts,
         in_flight_updates=rollout.max_staleness > 0, speculative=bool(engine_args.get("speculative_config")),
         prefix_cache=bool(engine_args.get("enable_prefix_caching")))
-
-
-def _not_there_yet(config: Config) -> Iterator[str]:
-    name = config.algorithm.estimator
-    try:
-        needs_critic = ESTIMATORS.traits(name).needs_critic
-    except ValueError:
-        return
-    if needs_critic:
-        yield (f"algorithm.estimator: {name!r} needs a critic, and none is trained yet; write algorithm.estimator = "
-               "'reinforce', which is the same without values")

@@ -268,6 +268,17 @@ class ActorConfig(Section):
     """Processes that share the update."""
 
 
+class CriticConfig(Section):
+    """The model of values that estimator gae needs; what is not said here is as in section actor."""
+
+    lr: Positive = 1e-5
+    """Peak learning rate."""
+    value_clip: Positive = 0.2
+    """How far updates of a batch move a value before its loss stops to shrink; a large number is off."""
+    warmup_steps: Natural = 0
+    """Optimizer updates in which the critic learns alone and the actor stays as it is."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out tasks."""
 
@@ -352,6 +363,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     failures: FailureConfig = FailureConfig()

@@ -2,13 +2,12 @@
 
 Every rank gets all rows and takes its share, so all ranks agree on what there is without asking each other. Invariants:
 a row that has no gradient is not computed, yet it counts in the weights of the others; a gradient that is not finite
-changes nothing and is counted; a reference model is there only if its log-probabilities are used.
+changes nothing and is counted; a reference model or a critic is there only if it is used.
 """
 
-import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
@@ -25,13 +24,13 @@ from molt_gym.errors import ConfigError
 
 from ..algorithms.importance import importance_coefficients
 from ..algorithms.kl import kl_loss
-from ..algorithms.losses import LossOptions, aggregate, policy_loss
+from ..algorithms.losses import LossOptions, aggregate, policy_loss, value_loss
 from ..algorithms.metrics import Metrics, add, mean_of, means
 from ..config import Config
 from .model import Policy, load_policy, reshard
-from .optimizer import adamw, learning_rate, optimizer_state
 from .packing import MicroBatch, TrainRow, balance, collate, micro_batches
-from .scoring import Scoring, token_advantages
+from .scoring import Scores, Scoring, token_advantages
+from .trained import Trained
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,11 @@ class FsdpActor:
         self._export_dtype = AutoConfig.from_pretrained(spec.path).dtype or torch.float32
         load = partial(load_policy, device=self._device, ranks=self._ranks, compute=spec.dtype,
                        max_context=spec.config.rollout.max_context)
-        self._policy = load(spec.path)
-        self._named = dict(self._policy.model.named_parameters())
-        self._optimizer = adamw(self._named.values(), self._config.actor)
-        self._scoring = Scoring.of(spec.config)
+        self._scoring, critic = Scoring.of(spec.config), self._config.critic
+        self._learner = Trained(load(spec.path), self._config.actor, spec.total_updates)
+        self._policy = self._learner.policy
+        self._critic = Trained(load(spec.path, critic=True), self._config.actor.model_copy(update={"lr": critic.lr}),
+                               spec.total_updates) if self._scoring.critic else None
         self._reference = load(spec.reference or spec.path, frozen=True) if self._scoring.frozen else None
         self._kl = 0.0
         self.updates = 0
@@ -79,45 +79,44 @@ class FsdpActor:
         return result | {"time/logprobs": scored - started, "time/train": time.perf_counter() - scored}
 
     def _update(self, window: Sequence[TrainRow]) -> Metrics:
-        batches, steps = self._share([row for row in window if row.teaches or self._scoring.all_rows])
-        if not steps:
-            return self._measure(window)
+        total: Metrics = {}
+        if self._critic is not None:
+            add(total, self._learn(self._critic, window, window, self._value_loss, ("value", "critic")))
+        cold = self._critic is not None and self.updates < self._config.critic.warmup_steps
+        rows = [row for row in window if not cold and (row.teaches or self._scoring.all_rows)]
+        add(total, self._learn(self._learner, rows, window, self._loss, ("policy", "optim")) if rows
+            else self._measure(window))
+        self.updates += 1
+        return total
+
+    def _learn(
+        self, learner: Trained, rows: Sequence[TrainRow], window: Sequence[TrainRow],
+        loss_of: Callable[[MicroBatch], tuple[Tensor, Metrics]], names: tuple[str, str],
+    ) -> Metrics:
+        """One update on some rows of the window; names: prefixes of the metrics of loss and optimizer."""
+        batches, steps = self._share(rows)
         total: Metrics = {}
         for step in range(steps):
-            self._policy.set_requires_gradient_sync(step == steps - 1)
+            learner.policy.set_requires_gradient_sync(step == steps - 1)
             # Every rank must take part in every forward and backward pass; those with no rows left lend one.
             own = step < len(batches)
             batch = batches[step] if own else self._lent(window)
-            loss, metrics = self._loss(batch)
+            loss, metrics = loss_of(batch)
             (loss if own else loss * 0).backward()
             if own:
                 share = loss.detach().double()
-                add(total, metrics | {"policy/loss": torch.stack([share, torch.zeros_like(share)])})
-        add(total, self._step_optimizer())
-        return total
-
-    def _step_optimizer(self) -> Metrics:
-        """Apply the gradient, if it is finite; the metrics that all ranks have in common come from the first."""
-        actor = self._config.actor
-        norm = nn.utils.clip_grad_norm_(self._named.values(), actor.max_grad_norm)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        rate = learning_rate(actor, self.updates, self._spec.total_updates)
-        if finite := math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.updates += 1
-        values = {"optim/lr": rate, "optim/skipped_nonfinite": float(not finite), "policy/loss": 0.0}
+                add(total, metrics | {f"{names[0]}/loss": torch.stack([share, torch.zeros_like(share)])})
+        values = {f"{names[1]}/{name}": value for name, value in learner.step(self.updates).items()}
+        # What all ranks have in common comes from the first.
         share = 1.0 if self._rank == 0 else 0.0
-        return {name: torch.tensor([value * share, share], dtype=torch.float64, device=self._device)
-                for name, value in (values | ({"optim/grad_norm": norm} if finite else {})).items()}
+        add(total, {name: torch.tensor([value * share, share], dtype=torch.float64, device=self._device)
+                    for name, value in (values | {f"{names[0]}/loss": 0.0}).items()})
+        return total
 
     def _measure(self, window: Sequence[TrainRow]) -> Metrics:
         """No row teaches anything: no update, yet sampler and trainer are compared on one of them."""
         with torch.no_grad():
             _, metrics = self._loss(self._lent(window))
-        self.updates += 1
         return metrics if self._rank == 0 else {}
 
     def _lent(self, window: Sequence[TrainRow]) -> MicroBatch:
@@ -162,41 +161,49 @@ class FsdpActor:
             loss, metrics = loss + self._kl * distance, metrics | more
         return loss, metrics
 
+    def _values(self, batch: MicroBatch) -> Tensor:
+        """[N] of the critic, before each trainable token."""
+        return self._critic.policy(batch).float()[batch.source_of, 0]
+
+    def _value_loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        return value_loss(self._values(batch), batch.values, batch.returns, batch.weights,
+                          self._config.critic.value_clip)
+
     def _prepare(self, rows: Sequence[TrainRow], several: bool) -> Metrics:
         """Score rows and give tokens their advantages, as far as the updates need it; several: of them."""
         scoring, metrics, old = self._scoring, {}, {}
         if scoring.kl_reward or several:
-            old = self._score(self._policy, [row for row in rows
-                                             if row.teaches or scoring.per_token or scoring.all_rows])
+            old = self._score([row for row in rows if row.teaches or scoring.per_token or scoring.all_rows])
         if self._reference is not None:
-            reference = self._score(self._reference, rows)
+            reference = self._score(rows, lambda batch: self._logprobs(batch, self._reference)[0])
             reshard(self._reference)
             for row in rows:
                 row.ref_logprobs = reference[row.row]
         if scoring.per_token:
-            metrics = token_advantages(rows, old, self._config, self._kl)
+            values = self._score(rows, self._values) if self._critic else {}
+            metrics = token_advantages(rows, old, values, self._config, self._kl)
         for row in rows if several else ():
             # In the first update of a batch π is π_old.
             row.old_logprobs = old.get(row.row)
         return {name: value.to(self._device) for name, value in metrics.items()} if self._rank == 0 else {}
 
     @torch.no_grad()
-    def _score(self, policy: Policy, rows: Sequence[TrainRow]) -> dict[int, list[float]]:
-        """Log-probabilities of the trained tokens by row, which every rank needs for its share of each window."""
+    def _score(self, rows: Sequence[TrainRow], tell: Callable[[MicroBatch], Tensor] | None = None) -> Scores:
+        """What `tell` says of the trained tokens, log π by default; all ranks need it for their shares of windows."""
         batches, steps = self._share(rows)
-        found: dict[int, list[float]] = {}
+        found: Scores = {}
         for step in range(steps):
             batch = batches[step] if step < len(batches) else self._lent(rows)
-            values = self._logprobs(batch, policy)[0].tolist()
+            values = (tell(batch) if tell else self._logprobs(batch, self._policy)[0]).tolist()
             for row in batch.order if step < len(batches) else ():
                 found[row.row], values = values[: len(row.trained)], values[len(row.trained) :]
-        everything: list[dict[int, list[float]]] = [{}] * self._ranks
+        everything: list[Scores] = [{}] * self._ranks
         dist.all_gather_object(everything, found)
         return {row: values for part in everything for row, values in part.items()}
 
     def score(self, rows: Sequence[TrainRow]) -> list[list[float]]:
         """log π of each row's trained tokens, under the sampling temperature; all ranks must call."""
-        found = self._score(self._policy, rows)
+        found = self._score(rows)
         reshard(self._policy)
         return [found[row.row] for row in rows]
 
@@ -217,16 +224,15 @@ class FsdpActor:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters; all ranks must iterate."""
-        for name, parameter in self._named.items():
+        for name, parameter in self._learner.named.items():
             tensor = parameter.detach()
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local() if self._ranks == 1 else tensor.full_tensor()
             yield name, tensor
 
     def _state(self) -> dict[str, object]:
-        return {"model": {name: parameter.detach() for name, parameter in self._named.items()},
-                "optimizer": optimizer_state(self._optimizer, self._named),
-                "updates": torch.tensor(self.updates)}
+        critic = {"critic": self._critic.state()} if self._critic else {}
+        return {**self._learner.state(), **critic, "updates": torch.tensor(self.updates)}
 
     def save(self, folder: Path) -> None:
         """Write a sharded checkpoint.
@@ -256,7 +262,8 @@ class FsdpActor:
                               f"{_cause(error)}") from error
         self.updates = int(state["updates"])
         # A forward pass that no backward pass followed leaves the old weights gathered.
-        reshard(self._policy)
+        for learner in filter(None, (self._learner, self._critic)):
+            learner.reshard()
 
     def export(self, folder: Path) -> None:
         """Write the model as transformers does, in the dtype that it came in."""
@@ -279,11 +286,10 @@ class FsdpActor:
     def _move(self, device: torch.device) -> None:
         if self._device.type == "cpu":
             return
-        # FSDP gives gathered parameters back first, and each parameter stays the object that the optimizer knows.
-        for policy in filter(None, (self._policy, self._reference)):
-            policy.to(device)
-        for state in self._optimizer.state.values():
-            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        for learner in filter(None, (self._learner, self._critic)):
+            learner.move(device)
+        if self._reference is not None:
+            self._reference.to(device)
         torch.cuda.empty_cache()
 
     def close(self) -> None:

@@ -31,9 +31,12 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    path: str | Path, device: torch.device, ranks: int, compute: torch.dtype, max_context: int, *, frozen: bool = False
+    path: str | Path, device: torch.device, ranks: int, compute: torch.dtype, max_context: int, *,
+    frozen: bool = False, critic: bool = False,
 ) -> Policy:
     """The model of a folder, sharded over all ranks: in float32, or frozen in the precision that it computes in.
+
+    critic: with a head of one output, which is 0 at first, for the value before each token.
 
     Raises:
         ConfigError: it is of a kind that is not supported.
@@ -41,6 +44,10 @@ def load_policy(
     check_architecture(AutoConfig.from_pretrained(path), max_context)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=compute if frozen else torch.float32,
                                                  attn_implementation="sdpa")
+    if critic:
+        head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
+        nn.init.zeros_(head.weight)
+        model.set_output_embeddings(head)
     policy = Policy(model.to(device).eval()).requires_grad_(not frozen)
     options = {"mesh": init_device_mesh(device.type, (ranks,)), "reshard_after_forward": ranks > 1,
                "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}

@@ -24,7 +24,7 @@ class TrainRow:
     advantage, weight: of its rollout; weight is that of each token in the loss of the optimizer window.
     row, group, rollout: numbers of the row in the batch, of its task and of its rollout. reward: of it, shaped.
     old_logprobs, ref_logprobs: [trained] log π_old and log π_ref, once computed. advantages: [trained], in the place of
-    `advantage`, from an estimator that works on tokens.
+    `advantage`, from an estimator that works on tokens. values, returns: [trained] of the critic, and what it learns.
     """
 
     ids: list[int]
@@ -39,6 +39,8 @@ class TrainRow:
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     advantages: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
 
     @property
     def trained(self) -> list[int]:
@@ -117,7 +119,7 @@ class MicroBatch:
 
     input_ids, position_ids: [B, T]. attention_mask: [B, 1, T, T] bool. sources: [S] positions in [B·T] whose logits are
     needed; source_of: [N] index into them. targets, behaviour, advantages, weights, rows: [N]. order: the rows, in the
-    order of their tokens in the flat list. reference: [N] log π_ref, where all rows have it.
+    order of their tokens in the flat list. reference, values, returns: [N], where all rows have them.
     """
 
     input_ids: Tensor
@@ -132,6 +134,8 @@ class MicroBatch:
     rows: Tensor
     order: list[TrainRow]
     reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def build_trie(rows: Sequence[TrainRow]) -> Trie:
@@ -193,12 +197,16 @@ def collate(tries: Sequence[Trie], device: torch.device) -> MicroBatch:
         return torch.tensor(list(values), dtype=dtype, device=device)
 
     order = [row for trie in tries for row in trie.rows]
-    scored = all(row.ref_logprobs is not None for row in order)
+
+    def known(name: str) -> Tensor | None:
+        parts = [getattr(row, name) for row in order]
+        return None if None in parts else flat((value for part in parts for value in part), torch.float32)
+
     return MicroBatch(
         input_ids.to(device), position_ids.to(device), mask.to(device), flat(sources, torch.long),
         flat(source_of, torch.long), flat(targets, torch.long), flat(behaviour, torch.float32),
         flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long), order,
-        flat((value for row in order for value in row.ref_logprobs), torch.float32) if scored else None)
+        known("ref_logprobs"), known("values"), known("returns"))
 
 
 def balance(rows: Sequence[TrainRow], shares: int) -> list[list[TrainRow]]:

@@ -17,13 +17,16 @@ from ..algorithms.registry import ESTIMATORS
 from ..config import Config
 from .packing import TrainRow
 
+Scores = dict[int, list[float]]
+"""Something of each trained token, by row."""
+
 
 @dataclass(frozen=True)
 class Scoring:
     """What an update is made of besides rewards.
 
     per_token: the estimator works on tokens. kl_reward, kl_loss: where there is a KL. frozen: its reference is a model,
-    the teacher included. kind: of the estimate. entropy: there is an entropy bonus.
+    the teacher included. kind: of the estimate. entropy: there is an entropy bonus. critic: there are values.
     """
 
     per_token: bool
@@ -32,6 +35,7 @@ class Scoring:
     frozen: bool
     kind: Kind
     entropy: bool
+    critic: bool
 
     @classmethod
     def of(cls, config: Config) -> "Scoring":
@@ -41,7 +45,8 @@ class Scoring:
         used = kl.coefficient > 0
         kind = ("k1" if kl.use == "reward" else "k3") if kl.kind == "auto" else kl.kind
         return cls(traits.per_token, used and kl.use == "reward", used and kl.use == "loss",
-                   used and (traits.needs_teacher or kl.ref == "model"), kind, algorithm.entropy_coefficient > 0)
+                   used and (traits.needs_teacher or kl.ref == "model"), kind, algorithm.entropy_coefficient > 0,
+                   traits.needs_critic)
 
     @property
     def all_rows(self) -> bool:
@@ -50,13 +55,14 @@ class Scoring:
 
 
 def token_advantages(
-    rows: Sequence[TrainRow], old: dict[int, list[float]], config: Config, coefficient: float
+    rows: Sequence[TrainRow], old: Scores, values: Scores, config: Config, coefficient: float
 ) -> Metrics:
-    """Give the rows of a step their advantages; with a KL in the reward, made of log π_old by row and their reference.
+    """Give the rows of a step their advantages, and with a critic their returns.
 
     Args:
         rows: all of the step.
-        old: log π_old of each row's trained tokens; empty without a KL in the reward.
+        old: log π_old; not looked at without a KL in the reward.
+        values: of the critic before each token; not looked at without one.
         config: of the run.
         coefficient: β.
 
@@ -77,11 +83,13 @@ def token_advantages(
     batch = TokenBatch(torch.tensor([row.reward for row in rollouts.values()], dtype=torch.float64),
                        torch.tensor([row.group for row in rollouts.values()]),
                        torch.tensor([places[row.rollout] for row in ordered]).repeat_interleave(torch.tensor(lengths)),
-                       kl)
+                       kl, _flat(values[row.row] for row in ordered) if scoring.critic else None)
     options = EstimatorOptions(algorithm.gamma, algorithm.lam, coefficient if scoring.kl_reward else 0.0)
-    advantages = estimate_token_advantages(algorithm.estimator, batch, options).advantages
+    advantages, returns = estimate_token_advantages(algorithm.estimator, batch, options)
     for row, part in zip(ordered, advantages.split(lengths), strict=True):
         row.advantages = part.tolist()
+    for row, part in zip(ordered, returns.split(lengths), strict=True) if scoring.critic else ():
+        row.values, row.returns = values[row.row], part.tolist()
     return metrics | {"advantage/mean": mean_of(advantages), "advantage/zero": mean_of(advantages == 0)}
 
 

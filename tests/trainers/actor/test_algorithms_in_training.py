@@ -1,6 +1,6 @@
 """Whole updates with every part of an algorithm: those of plain transformers in float64, on one rank and on two."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "teacher": ({"estimator": "on_policy_distill", "teacher": "a folder", "kl": REWARD}, 2),
     "all": ({"estimator": "reinforce", "loss": "cispo", "entropy_coefficient": 0.1,
              "kl": {"coefficient": 0.3, "kind": "k2"}, "importance": {"level": "token", "mode": "trunc"}}, 2),
+    "gae": ({"estimator": "gae", "gamma": 0.95, "lam": 0.8, "kl": REWARD}, 2),
 }
 
 
@@ -45,6 +46,31 @@ class Plain:
             folder, dtype=torch.float64, attn_implementation="eager").eval() for folder in (path, reference))
         self.config, self.a = config, config.algorithm
         self.distances: list[Tensor] = []
+        self.optimizer = self.adamw(self.model.parameters(), config.actor.lr)
+        self.decoder = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval().base_model
+        self.head = torch.zeros(1, 32, dtype=torch.float64, requires_grad=True)
+        self.critic = self.adamw([*self.decoder.parameters(), self.head], config.critic.lr)
+
+    def adamw(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.AdamW:
+        """Decays matrices alone."""
+        actor, parameters = self.config.actor, list(parameters)
+        matrices, vectors = ([p for p in parameters if (p.ndim > 1) == many] for many in (True, False))
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": actor.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=lr, betas=actor.betas, eps=actor.eps)
+
+    def step(self, optimizer: torch.optim.AdamW, loss: Tensor) -> None:
+        """One update."""
+        loss.backward()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, self.config.actor.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values(self, row: TrainRow) -> Tensor:
+        """Of the critic, before each trained token."""
+        hidden = self.decoder(input_ids=torch.tensor([row.ids]), use_cache=False).last_hidden_state[0]
+        return (hidden @ self.head[0])[[p - 1 for p in row.trained]]
 
     def logprobs(self, model: torch.nn.Module, row: TrainRow) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the trained tokens, and the entropies of what they were sampled from."""
@@ -54,47 +80,55 @@ class Plain:
 
     def train(self, windows: Sequence[Sequence[TrainRow]]) -> dict[str, Tensor]:
         """The weights after one update a window."""
-        rows, actor = [row for window in windows for row in window], self.config.actor
+        rows = [row for window in windows for row in window]
         with torch.no_grad():
             old = {row.row: self.logprobs(self.model, row)[0] for row in rows}
             ref = {row.row: torch.tensor(row.behaviour, dtype=torch.float64) if self.a.kl.ref == "rollout"
                    else self.logprobs(self.reference, row)[0] for row in rows}
-        advantages = self.advantages(rows, old, ref)
-        matrices, vectors = ([p for p in self.model.parameters() if (p.ndim > 1) == many] for many in (True, False))
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": actor.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=actor.lr, betas=actor.betas, eps=actor.eps)
+            before = {row.row: self.values(row) for row in rows}
+        advantages, returns = self.advantages(rows, old, ref, before)
         for window in windows:
-            sum(self.loss(row, advantages[row.row], old[row.row], ref[row.row]) for row in window).backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), actor.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            if self.a.estimator == "gae":
+                self.step(self.critic, sum(self.value_loss(row, before[row.row], returns[row.row]) for row in window))
+            self.step(self.optimizer,
+                      sum(self.loss(row, advantages[row.row], old[row.row], ref[row.row]) for row in window))
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def advantages(self, rows: Sequence[TrainRow], old: dict[int, Tensor], ref: dict[int, Tensor]) -> dict[int, Tensor]:
-        """By row."""
+    def value_loss(self, row: TrainRow, before: Tensor, returns: Tensor) -> Tensor:
+        """The row's share in the critic's loss."""
+        values, limit = self.values(row), self.config.critic.value_clip
+        near = before + (values - before).clamp(-limit, limit)
+        return row.weight * torch.maximum((values - returns) ** 2, (near - returns) ** 2).sum() / 2
+
+    def advantages(
+        self, rows: Sequence[TrainRow], old: dict[int, Tensor], ref: dict[int, Tensor], values: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """By row, and what the critic learns."""
         if self.a.estimator == "grpo":
-            return {row.row: torch.full_like(old[row.row], row.advantage) for row in rows}
+            return {row.row: torch.full_like(old[row.row], row.advantage) for row in rows}, {}
         in_reward = self.a.kl.coefficient > 0 and self.a.kl.use == "reward"
         kl = {row.row: self.distance(old[row.row], ref[row.row]) if in_reward else 0 * old[row.row] for row in rows}
         if in_reward:
             self.distances += kl.values()
         x = {number: -self.a.kl.coefficient * values for number, values in kl.items()}
         if self.a.estimator == "on_policy_distill":
-            return x
-        result = {}
+            return x, {}
+        result, gae = {}, self.a.estimator == "gae"
         for rollout in {row.rollout for row in rows}:
-            total, last = 0.0, True
+            total, after, last = 0.0, 0.0, True
             for row in sorted((row for row in rows if row.rollout == rollout), key=lambda row: -row.row):
                 gains = []
-                for value in x[row.row].flip(0).tolist():
-                    total = value + (row.reward if last else 0.0) + self.a.gamma * total
+                for gain, value in zip(x[row.row].flip(0).tolist(), values[row.row].flip(0).tolist(), strict=True):
+                    gain += row.reward if last else 0.0
+                    total = (gain + self.a.gamma * after - value + self.a.gamma * self.a.lam * total) if gae else (
+                        gain + self.a.gamma * total)
                     gains.append(total)
-                    last = False
+                    after, last = value, False
                 result[row.row] = torch.tensor(gains[::-1], dtype=torch.float64)
         everything = torch.cat(list(result.values()))
-        return {number: (values - everything.mean()) / everything.std(unbiased=False)
-                for number, values in result.items()}
+        white = {number: (part - everything.mean()) / everything.std(unbiased=False)
+                 for number, part in result.items()}
+        return white, {number: part + values[number] for number, part in result.items()}
 
     def distance(self, logp: Tensor, ref: Tensor) -> Tensor:
         """The KL of each token; the defaults are k3 as a loss and k1 in the reward."""
@@ -176,7 +210,7 @@ def started() -> Iterator[Callable[[ActorSpec], LocalActor]]:
 
 def spec_of(spec: Build, other: Path, name: str, **more: Any) -> ActorSpec:
     options = {"algorithm": CASES[name][0], "actor__micro_batch_tokens": 30, "actor__lr": 0.03,
-               "rollout__temperature": 0.7, **more}
+               "rollout__temperature": 0.7, **({"critic__lr": 0.02} if name == "gae" else {}), **more}
     return replace(spec(**options), reference=str(other))
 
 
@@ -194,9 +228,12 @@ def test_an_update_is_that_of_plain_transformers_in_float64(
     options, count = spec_of(spec, other_path, name), CASES[name][1]
     actor = started(options)
     before = weights_of(actor)
-    metrics = actor.train(batch(count))
     plain = Plain(options.path, str(other_path), options.config)
-    assert_same(weights_of(actor), plain.train(batch(count)))
+    # Values are 0 in the first update.
+    for _ in range(2 if name == "gae" else 1):
+        plain.distances.clear()
+        metrics, expected = actor.train(batch(count)), plain.train(batch(count))
+    assert_same(weights_of(actor), expected)
     assert max((tensor - before[key]).abs().max() for key, tensor in weights_of(actor).items()) > 1e-3
     if plain.distances:
         assert metrics["policy/kl_ref"] == pytest.approx(torch.cat(plain.distances).mean().item(), abs=1e-5)
@@ -232,6 +269,27 @@ def test_the_coefficient_of_the_moment_is_the_one_that_counts(
         algorithm = options.config.algorithm.model_copy(update={"kl": changed})
         config = options.config.model_copy(update={"algorithm": algorithm})
         assert_same(weights_of(actor), Plain(options.path, str(other_path), config).train(batch(1)))
+
+
+def test_a_critic_learns_alone_at_first_and_goes_on_from_a_checkpoint_as_if_nothing_had_been(
+    started: Any, spec: Build, batch: Any, other_path: Path, weights_of: Weights, tmp_path: Path
+) -> None:
+    options = spec_of(spec, other_path, "gae", critic__warmup_steps=2)
+    actor = started(options)
+    before = weights_of(actor)
+    first = actor.train(batch(2))
+    assert_same(weights_of(actor), before)
+    actor.save(tmp_path / "state")
+    second, weights = actor.train(batch(1)), weights_of(actor)
+    assert first["value/mean"] != second["value/mean"] and second["optim/grad_norm"] > 0
+    assert max((tensor - before[key]).abs().max() for key, tensor in weights.items()) > 1e-3
+    again = started(options)
+    again.train(batch(1))
+    again.load(tmp_path / "state")
+    repeated = again.train(batch(1))
+    assert {key: repeated[key] for key in second if not key.startswith("time/")} == {
+        key: value for key, value in second.items() if not key.startswith("time/")}
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in weights_of(again).items())
 
 
 @pytest.mark.parametrize("name", ["cispo", "entropy bonus", "reinforce", "KL loss to the sampler"])
