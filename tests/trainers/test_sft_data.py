@@ -147,6 +147,13 @@ def test_rollouts_are_trained_in_the_ids_that_were_sampled(load: Load, renderer:
         assert example.rows == trajectory.rows and example.trained == 2
 
 
+def test_rollouts_without_a_token_that_can_be_scored_are_left_out(load: Load) -> None:
+    left_out = Counter()
+    idle = Trajectory("Any-v0", 0, rows=[Row([40, 41], [1, 0], [-1.0, 0.0], [0, -1])], reward=1.0)
+    assert len(load([idle, played([40, 50, 51], 1.0)], left_out=left_out)) == 1
+    assert left_out["nothing to train"] == 1
+
+
 def test_rejection_sampling_keeps_what_is_good_enough_and_the_best_of_each_group(load: Load) -> None:
     rewards = [(0, 0.2), (0, 0.9), (0, 0.9), (1, 0.4), (1, None), (2, 0.1)]
     rollouts = [played([40, 50 + number, 51], reward, group=group) for number, (group, reward) in enumerate(rewards)]
