@@ -10,13 +10,21 @@ import json
 import os
 import re
 import sys
-import tomllib
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .cli_words import (
+    env_and_overrides,
+    envs_and_overrides,
+    mixture_of,
+    numbers,
+    read_toml,
+    refuse,
+    run_to_resume,
+)
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed
 
 __all__ = ["main"]
@@ -57,15 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
-    words, overrides = _words(options, rest, env_needed=options.resume is None and options.config is None)
-    env: Any = _mixture(words) if "=" in words[0] else words[0]
+    words, overrides = envs_and_overrides(options, rest, env_needed=options.resume is None and options.config is None)
+    env: Any = mixture_of(words) if "=" in words[0] else words[0]
     if isinstance(env, str) and len(words) > 1:
         raise ConfigError(f"{words[1]!r} is no option; write --NAME VALUE, or ENV=WEIGHT for each env of a mixture")
     out, config = options.out, options.config
     if options.resume is not None:
-        out = _run_to_resume(options.resume, env if isinstance(env, str) else "+".join(env), out)
+        out = run_to_resume(options.resume, env if isinstance(env, str) else "+".join(env), out)
     # What the command does not say comes from the file, or from the run that is resumed.
-    file = _read_toml(config) if config else _read_toml(Path(out) / "config.toml") if out else {}
+    file = read_toml(config) if config else read_toml(Path(out) / "config.toml") if out else {}
     env = env or file.get("env", "") or "+".join(file.get("mixture", {}))
     if not env:
         raise ConfigError("env: missing; write molt-gym train ENV, such as molt-gym train CodeExec-v0")
@@ -83,7 +91,7 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> int:
     end = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
     data, overrides = rest[:end], parse_cli(rest[end:], SftConfig)
     overrides |= {name: value for name in ("epochs", "steps", "seed") if (value := getattr(options, name)) is not None}
-    out = options.out if options.resume is None else _run_to_resume(options.resume, "sft", options.out)
+    out = options.out if options.resume is None else run_to_resume(options.resume, "sft", options.out)
     molt_gym.sft((data[0] if len(data) == 1 else data) or None, options.model, out=out, config=options.config,
                  **overrides)
     return OK
@@ -92,7 +100,9 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> int:
 def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
-    envs, overrides = _words(options, rest)
+    from .score_table import print_scores
+
+    envs, overrides = envs_and_overrides(options, rest)
     # What is said along the way must not end up in the JSON.
     with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
         found = molt_gym.evaluate(
@@ -113,31 +123,8 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     if options.json:
         print(json.dumps(told if isinstance(found, dict) else told[0], indent=2))
     else:
-        _print_scores(told)
+        print_scores(told)
     return OK
-
-
-def _print_scores(results: Sequence[dict[str, Any]]) -> None:
-    """A line for each score, with its 95 % interval, and a column for each env."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    def cells(result: dict[str, Any], name: str) -> tuple[str, str]:
-        value = result.get(name, "–")
-        interval = result["intervals"].get(name)
-        return (f"{value:.4g}" if isinstance(value, float) else str(value),
-                "[{:.3g}, {:.3g}]".format(*interval) if interval else "")
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name in dict.fromkeys(name for result in results for name in result if name not in ("intervals", "failures")):
-        table.add_row(*map(Text, (name, *(text for result in results for text in cells(result, name)))))
-    for reason in sorted({reason for result in results for reason in result["failures"]}):
-        counts = (str(result["failures"].get(reason, 0)) for result in results)
-        table.add_row(*map(Text, (f"failed {reason}", *(text for count in counts for text in (count, "")))))
-    # A file or a pipe is as wide as it takes.
-    console = Console(highlight=False)
-    console.print(table, soft_wrap=not console.is_terminal, crop=console.is_terminal)
 
 
 def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
@@ -146,7 +133,7 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
     from .tokens.trajectory import write_jsonl
     from .transcript import play, print_trajectory
 
-    env, overrides = _split(options, rest)
+    env, overrides = env_and_overrides(options, rest)
     console = Console(highlight=False)
     if options.human:
         kwargs = {name.removeprefix("env_kwargs."): value for name, value in overrides.items()}
@@ -173,7 +160,7 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:
-    env, overrides = _split(options, rest, env_needed=False)
+    env, overrides = env_and_overrides(options, rest, env_needed=False)
     from .trainers.serve import KEY_VARIABLE, Endpoint, serve_until_stopped
 
     endpoint = Endpoint(options.host, options.port, options.public_url, options.out,
@@ -184,7 +171,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _envs(options: argparse.Namespace, rest: list[str]) -> int:
-    _refuse(rest)
+    refuse(rest)
     from .registry import list_envs, load_plugins
 
     with warnings.catch_warnings():
@@ -203,7 +190,7 @@ def _envs(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
-    _refuse(rest)
+    refuse(rest)
     from .doctor import as_json, check_machine, report
 
     with warnings.catch_warnings():
@@ -249,7 +236,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     evaluate.add_argument("--endpoint-model", metavar="NAME", help="the model's name there")
     evaluate.add_argument("--out", metavar="DIR", help="folder for a table of the tasks; goes on with what it has")
     evaluate.add_argument("--episodes", type=int, default=64, metavar="N", help="tasks (default 64)")
-    evaluate.add_argument("--k", type=_numbers, default=[1], metavar="K[,K...]",
+    evaluate.add_argument("--k", type=numbers, default=[1], metavar="K[,K...]",
                           help="attempts at each task, for pass@k; of several, the largest (default 1)")
     evaluate.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
@@ -294,77 +281,6 @@ def _settings(verb: str) -> str:
     options = field_help(SftConfig if verb == "sft" else Config)
     settings = [entry for entry in re.split(r"\n(?=  --)", options) if not entry.startswith(described)]
     return "settings, which a TOML file can hold as well:\n" + "\n".join(settings)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _words(
-    options: argparse.Namespace, rest: list[str], *, env_needed: bool = True
-) -> tuple[list[str], dict[str, Any]]:
-    """The envs, one or more, and the overrides, as `_split`."""
-    end = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
-    env, overrides = _split(options, rest[: min(end, 1)] + rest[end:], env_needed=env_needed)
-    return [env, *rest[1:end]], overrides
-
-
-def _mixture(words: Sequence[str]) -> dict[str, float]:
-    """Weights by env id, of words such as CodeExec-v0=.7."""
-    mixture = {}
-    for word in words:
-        env, _, weight = word.rpartition("=")
-        try:
-            mixture[env] = float(weight)
-        except ValueError:
-            env = ""
-        if not env:
-            raise ConfigError(f"{word!r}: no env with a weight; write ID=WEIGHT for each env of a mixture, such as "
-                              "CodeExec-v0=.7 Math-v0=.3")
-    return mixture
-
-
-def _split(
-    options: argparse.Namespace, rest: list[str], *, env_needed: bool = True
-) -> tuple[str, dict[str, Any]]:
-    """The env ("" without one) and the overrides among the words that are no options of the command itself."""
-    from .trainers.config import parse_cli
-
-    env = rest.pop(0) if rest and not rest[0].startswith("-") else ""
-    if env_needed and not env:
-        example = f"molt-gym {options.verb} CodeExec-v0"
-        raise ConfigError(f"env: missing; write it first, such as {example} (`molt-gym envs` lists them)")
-    return env, parse_cli(rest)
-
-
-def _refuse(rest: Sequence[str]) -> None:
-    if rest:
-        raise ConfigError(f"{rest[0]!r} is no option of this command; see --help")
-
-
-def _run_to_resume(resume: str, env: str, out: str | None) -> str | None:
-    from .trainers.run_dir import holds_run, latest_run
-
-    if resume != "auto":
-        if out is not None and Path(out).resolve() != Path(resume).resolve():
-            raise ConfigError(f"--out {out} with --resume {resume}: a run goes on in its own folder; leave --out out")
-        if not holds_run(resume):
-            raise ConfigError(f"--resume {resume}: no run is there (no config.toml); name a folder that train wrote")
-        return resume
-    if out is not None:
-        return out
-    found = latest_run(env or None)
-    print(f"resuming {found}" if found else f"no run{f' of {env}' if env else ''} under runs/; starting a new one")
-    return None if found is None else str(found)
-
-
-def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path}: {error}") from None
 
 
 def _complain(verb: str, error: object, code: int) -> int:

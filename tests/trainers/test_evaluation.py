@@ -217,6 +217,7 @@ def test_the_command_prints_a_column_for_each_env_and_json_in_a_list(
     assert main(words) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["env", LETTERS, COIN] in lines
+    assert any(len(line) == 7 and line[0] == "mean_at_2" for line in lines)
     assert {"pass_at_1", "pass_at_2", "pass_hat_2", "mean_at_2", "length_mean"} <= {line[0] for line in lines if line}
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
