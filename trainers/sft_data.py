@@ -100,8 +100,10 @@ def _best(
     """Rejection sampling: rollouts that are good enough, and the best of each task, in their order."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for place, (where, trajectory) in enumerate(rollouts):
-        if trajectory.failure is not None or trajectory.reward is None:
+        if trajectory.failure is not None:
             left_out["failed"] += 1
+        elif trajectory.reward is None and (options.min_reward, options.best_of_group) != (None, None):
+            left_out["no reward"] += 1
         elif options.min_reward is not None and trajectory.reward < options.min_reward:
             left_out["reward too low"] += 1
         else:

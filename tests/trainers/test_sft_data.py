@@ -164,11 +164,13 @@ def test_rejection_sampling_keeps_what_is_good_enough_and_the_best_of_each_group
         examples = load(rollouts, left_out=left_out, **options)
         return [example.rows[0].ids[1] - 50 for example in examples], +left_out
 
-    assert kept() == ([0, 1, 2, 3, 5], {"failed": 2})
-    assert kept(rollouts__min_reward=0.4) == ([1, 2, 3], {"failed": 2, "reward too low": 2})
-    assert kept(rollouts__best_of_group=1) == ([1, 3, 5], {"failed": 2, "not among the best": 2})
+    # What was recorded outside of an env has no reward.
+    lost = {"failed": 1, "no reward": 1}
+    assert kept() == ([0, 1, 2, 3, 4, 5], {"failed": 1})
+    assert kept(rollouts__min_reward=0.4) == ([1, 2, 3], lost | {"reward too low": 2})
+    assert kept(rollouts__best_of_group=1) == ([1, 3, 5], lost | {"not among the best": 2})
     assert kept(rollouts__best_of_group=1, rollouts__min_reward=0.3)[0] == [1, 3]
-    with pytest.raises(ConfigError, match=r"nothing to learn from \(left out: failed 2, reward too low 5\)"):
+    with pytest.raises(ConfigError, match=r"nothing to learn from \(left out: failed 1, no reward 1, reward too low 5\)"):
         kept(rollouts__min_reward=2.0)
 
 
