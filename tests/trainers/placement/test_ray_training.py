@@ -149,7 +149,7 @@ def test_a_run_whose_driver_is_stopped_and_killed_leaves_nothing_behind_and_is_r
 
 
 NODES = f"""
-import sys, threading, time
+import os, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
@@ -159,7 +159,7 @@ import molt_gym
 cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 3}})
 lost = cluster.add_node(num_cpus=2)
 cluster.wait_for_nodes()
-ray.init(cluster.address, log_to_driver=False)
+os.environ["RAY_ADDRESS"] = cluster.address
 
 def lose():
     metrics = Path(sys.argv[2]) / "metrics.jsonl"
@@ -171,6 +171,7 @@ def lose():
 threading.Thread(target=lose, daemon=True).start()
 molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
                **{SMALL | {"ray.layout": "disaggregate", "actor.world_size": 1}!r})
+ray.init(log_to_driver=False)
 print("nodes", sorted(node["Alive"] for node in ray.nodes()))
 ray.shutdown()
 cluster.shutdown()
