@@ -98,6 +98,16 @@ def test_two_ranks_learn_from_what_two_runners_play_with_two_engines(cluster, wi
     assert not left
 
 
+@pytest.mark.parametrize(("env", "staleness"), [("CodeExec-v0", 0), ("AgentCodeExec-v0", 1)])
+def test_a_tiny_model_learns_on_ray(cluster, tmp_path, env, staleness):
+    result = molt_gym.train(env, "tiny", out=tmp_path / "run", steps=10, seed=1, **{
+        "placement": "ray", "rollout.engine": "vllm", "rollout.engines": 2, "actor.world_size": 2,
+        "ray.layout": "colocate", "rollout.max_staleness": staleness})
+    scores = [line[f"eval/{env}/pass_at_1"] for line in result.metrics if "eval/when" in line]
+    assert scores[-1] >= 0.5 and scores[-1] - scores[0] >= 0.3
+    assert len(steps_of(result.run_dir)) == 10
+
+
 def test_a_run_goes_on_when_a_runner_an_engine_and_a_rank_are_killed(cluster, wide_path, tmp_path, killer):
     run = tmp_path / "run"
     killer(run, {1: "ray::PlayActor", 3: "molt_gym.trainers.rollout.vllm_host", 6: "ray::Rank"})
