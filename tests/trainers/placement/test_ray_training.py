@@ -175,8 +175,8 @@ def lose():
     metrics = Path(sys.argv[2]) / "metrics.jsonl"
     while not metrics.is_file() or len(metrics.read_text().splitlines()) < 2:
         time.sleep(0.05)
-    cluster.remove_node(lost, allow_graceful=False)
     cluster.add_node(num_cpus=2)
+    cluster.remove_node(lost, allow_graceful=False)
 
 threading.Thread(target=lose, daemon=True).start()
 molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
