@@ -13,6 +13,7 @@ from .algorithms.registry import ESTIMATORS, LOSSES
 from .config import Config
 from .models import resolve_model
 from .progress import Progress
+from .rollout.mixture import split
 
 
 def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None:
@@ -27,7 +28,8 @@ def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None
     if name is None:
         return None
     try:
-        path = resolve_model(name, env=config.env, env_kwargs=dict(config.env_kwargs), seed=config.seed,
+        part = split(config)[0]
+        path = resolve_model(name, env=part.env, env_kwargs=dict(part.env_kwargs), seed=config.seed,
                              say=lambda line: progress.message(_about(option, line))).path
     except ConfigError as error:
         raise ConfigError(_about(option, str(error))) from None

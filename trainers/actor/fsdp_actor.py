@@ -124,8 +124,7 @@ class FsdpActor:
 
     def _share(self, rows: Sequence[TrainRow]) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, and how many passes all ranks make."""
-        limit = self._config.actor.micro_batch_tokens
-        shares = [micro_batches(share, limit) for share in balance(rows, self._ranks)]
+        shares = [micro_batches(part, self._config.actor.micro_batch_tokens) for part in balance(rows, self._ranks)]
         return [collate(tries, self._device) for tries in shares[self._rank]], max(map(len, shares))
 
     def _logprobs(self, batch: MicroBatch, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
