@@ -90,7 +90,7 @@ def test_two_ranks_learn_from_what_two_runners_play_with_two_engines(cluster, wi
                          **SMALL | {"rollout.max_staleness": staleness, "eval.after": True, "eval.episodes": 8})
     whole(run.run_dir, 4, 4, 4) if not staleness else None
     lines = steps_of(run.run_dir)
-    assert all(line["mismatch/abs_diff_mean"] < 1e-4 for line in lines)
+    assert staleness or all(line["mismatch/abs_diff_mean"] < 1e-4 for line in lines)
     assert max(line["staleness/max"] for line in lines) <= staleness
     assert {line["step"] for line in run.metrics if "eval/when" in line} == {4}
     assert (run.run_dir / "model" / "model.safetensors").is_file()
@@ -171,16 +171,19 @@ lost = cluster.add_node(num_cpus=2)
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
 
-def lose():
-    metrics = Path(sys.argv[2]) / "metrics.jsonl"
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 2:
-        time.sleep(0.05)
-    cluster.add_node(num_cpus=2)
-    cluster.remove_node(lost, allow_graceful=False)
+def train():
+    molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
+                   **{SMALL | {"ray.layout": "disaggregate", "actor.world_size": 1}!r})
 
-threading.Thread(target=lose, daemon=True).start()
-molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=6,
-               **{SMALL | {"ray.layout": "disaggregate", "actor.world_size": 1}!r})
+# Nodes can be added in the main thread alone.
+training = threading.Thread(target=train)
+training.start()
+metrics = Path(sys.argv[2]) / "metrics.jsonl"
+while training.is_alive() and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
+    time.sleep(0.05)
+cluster.add_node(num_cpus=2)
+cluster.remove_node(lost, allow_graceful=False)
+training.join()
 ray.init(log_to_driver=False)
 print("nodes", sorted(node["Alive"] for node in ray.nodes()))
 ray.shutdown()
