@@ -4,9 +4,9 @@ Used on both sides; needs torch alone. Invariants: a bucket holds whole paramete
 `BUCKET_BYTES`, unless one parameter is larger; nothing is sent before the receivers were told what comes; every wait
 has a deadline.
 
-"gloo" and "file" run in the tests, "ipc" (memory of a GPU that both share is mapped, not copied) and "nccl" (trainer and
-engine on GPUs of their own) in benchmarks/several_gpus.py. "file", the last resort, needs no network: each bucket is a
-safetensors file in a folder under TMPDIR, which both sides must reach by the same path.
+"gloo" and "file" run in the tests, "ipc" (memory of a GPU that both share is mapped, not copied) and "nccl" (trainer
+and engine on GPUs of their own) in benchmarks/several_gpus.py. "file", the last resort, needs no network: each bucket
+is a safetensors file in a folder under TMPDIR, which both sides must reach by the same path.
 """
 
 import pickle

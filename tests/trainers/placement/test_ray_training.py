@@ -139,11 +139,12 @@ def stopped(model: Path, run: Path, steps: int, number: signal.Signals) -> int:
         time.sleep(0.05)
     family = psutil.Process(driver.pid).children(recursive=True)
     assert any("vllm_host" in " ".join(child.cmdline()) for child in family)
+    # Ray's own agents end a while after the rest of it.
+    ours = [child for child in family if "Agent" not in child.name()]
     driver.send_signal(number)
     driver.communicate()
-    _, left = psutil.wait_procs(family, timeout=60)
-    # Ray's own agents end a while after the rest of it.
-    assert not [process for process in left if "Agent" not in process.name()]
+    _, left = psutil.wait_procs(ours, timeout=60)
+    assert not left
     return driver.returncode
 
 
