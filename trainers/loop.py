@@ -193,7 +193,8 @@ class Loop:
         metrics |= rates(metrics, batch.played, groups)
         if self.losses:
             metrics["actor/restarts"] = len(self.losses)
-        self.run_dir.write_rollouts(self.step, batch.played)
+        # Records may have to come from other nodes.
+        await asyncio.to_thread(self.run_dir.write_rollouts, self.step, batch.played)
         self.run_dir.append_metrics(metrics)
         self.whole = True
         self.progress.step(metrics)

@@ -1,5 +1,7 @@
 """Which part gets which place, and when there is none; on a real Ray where that matters."""
 
+import time
+
 import pytest
 
 from molt_gym.errors import ConfigError
@@ -63,6 +65,10 @@ def test_a_cluster_that_runs_is_joined_and_left_running(cluster):
     said = []
     first = RayCluster(config(**{"rollout.engines": 2}), 2, said.append)
     assert said == ["disaggregate: 2 ranks, 2 engines and 1 runners on 1 nodes, 5 places of 5 × 1 CPU"]
+    # What is free is known a moment later.
+    deadline = time.monotonic() + 60
+    while ray.available_resources()["CPU"] != 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert ray.available_resources()["CPU"] == 3
     with pytest.raises(ConfigError, match="ray.start_timeout"):
         RayCluster(config(**{"rollout.engines": 2, "ray.start_timeout": 1, "ray.layout": "disaggregate"}), 2)
