@@ -1,6 +1,7 @@
 """Which part gets which place, and when there is none; on a real Ray where that matters."""
 
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -60,10 +61,22 @@ def config(**given):
     return load_config("X-v0", overrides={"placement": "ray", "rollout.engine": "vllm"} | given)
 
 
-def test_a_cluster_that_runs_is_joined_and_left_running(cluster):
+@pytest.fixture
+def placed(cluster):
+    """Makes places, which are given back at the end."""
+    with ExitStack() as stack:
+        def make(said=lambda _: None, **given):
+            made = RayCluster(config(**{"rollout.engines": 2} | given), 2, said)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_a_cluster_that_runs_is_joined_and_left_running(placed):
     ray = pytest.importorskip("ray")
     said = []
-    first = RayCluster(config(**{"rollout.engines": 2}), 2, said.append)
+    first = placed(said.append)
     assert said == ["disaggregate: 2 ranks, 2 engines and 1 runners on 1 nodes, 5 places of 5 × 1 CPU"]
     # What is free is known a moment later.
     deadline = time.monotonic() + 60
@@ -71,11 +84,10 @@ def test_a_cluster_that_runs_is_joined_and_left_running(cluster):
         time.sleep(0.1)
     assert ray.available_resources()["CPU"] == 3
     with pytest.raises(ConfigError, match="ray.start_timeout"):
-        RayCluster(config(**{"rollout.engines": 2, "ray.start_timeout": 1, "ray.layout": "disaggregate"}), 2)
+        placed(**{"ray.start_timeout": 1, "ray.layout": "disaggregate"})
     first.close()
     assert ray.is_initialized()
-    placed = RayCluster(config(**{"rollout.engines": 2, "ray.start_timeout": 60}), 2)
-    options, devices = placed.engine_options(1)
+    second = placed(**{"ray.start_timeout": 60})
+    options, devices = second.engine_options(1)
     assert devices is None and options["scheduling_strategy"].placement_group_bundle_index == 3
-    assert [options["num_cpus"] for options in placed.rank_options()] == [1, 1]
-    placed.close()
+    assert [options["num_cpus"] for options in second.rank_options()] == [1, 1]
