@@ -177,6 +177,7 @@ class RayCluster:
         """Give the places back; end the cluster if it was started here."""
         if ray.is_initialized() and self._group is not None:
             remove_placement_group(self._group)
+            self._group = None
         if self._ours:
             ray.shutdown()
 
