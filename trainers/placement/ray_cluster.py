@@ -162,8 +162,9 @@ class RayCluster:
         if len(bundles) == 1:
             share = SHARE if self.plan.layout == "colocate" else self.parts.workers
             return self._options(bundles[0], share), None
-        # Ray gives nobody shares of several GPUs, so that one actor a GPU holds its share.
-        holders = [ray.remote(_Holder).options(**self._options(bundle, SHARE)).remote() for bundle in bundles]
+        # Ray gives nobody shares of several GPUs, so that one actor a GPU holds its share, and the engine the CPU.
+        holders = [ray.remote(_Holder).options(**self._options(bundle, SHARE) | {"num_cpus": 0}).remote()
+                   for bundle in bundles]
         devices = ray.get([holder.devices.remote() for holder in holders], timeout=START_TIMEOUT)
         self._holders[number] = holders
         return self._options(bundles[0], 0), ",".join(device for some in devices for device in some)

@@ -1,5 +1,9 @@
 """Which part gets which place, and when there is none; on a real Ray where that matters."""
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import ExitStack
 
@@ -91,3 +95,35 @@ def test_a_cluster_that_runs_is_joined_and_left_running(placed):
     options, devices = second.engine_options(1)
     assert devices is None and options["scheduling_strategy"].placement_group_bundle_index == 3
     assert [options["num_cpus"] for options in second.rank_options()] == [1, 1]
+
+
+GPUS_BY_NAME_ALONE = """
+import ray
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.placement.ray_cluster import RayCluster
+
+class Part:
+    def where(self):
+        return ray.get_gpu_ids()
+
+ray.init(num_cpus=5, num_gpus=2, include_dashboard=False, log_to_driver=False)
+cluster = RayCluster(load_config("X-v0", overrides={
+    "placement": "ray", "rollout.engine": "vllm", "rollout.engine_args.tensor_parallel_size": 2,
+    "ray.layout": "colocate"}), 2)
+chosen, devices = cluster.engine_options(0)
+options = [chosen, *cluster.rank_options(), *cluster.runner_options()]
+parts = [ray.remote(Part).options(**each).remote() for each in options]
+print(devices, ray.get([part.where.remote() for part in parts], timeout=60))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_over_the_gpus_of_two_ranks_leaves_both_their_places(tmp_path):
+    pytest.importorskip("ray")
+    script = tmp_path / "places.py"
+    script.write_text(GPUS_BY_NAME_ALONE)
+    # Ray counts GPUs by what it is told.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run([sys.executable, script], env=os.environ | {"RAY_TMPDIR": folder}, capture_output=True,
+                              text=True, timeout=300)
+    assert done.stdout.split("\n")[0] == "0,1 [[], [0], [1], []]", done.stderr[-2000:]
