@@ -3,7 +3,7 @@
 #   make train                             learn CodeExec-v0 on this machine
 #   make train ARGS="--model tiny"         any words that `molt-gym train ENV` takes
 #   make engines                           add vLLM and Ray; then also ARGS="--engine vllm"
-#   make test                              lint and all tests, engines included; TESTS=tests/envs for some
+#   make test                              lint and all tests, engines included, JOBS at a time; TESTS=tests/envs for some
 #
 # On a machine with GPUs, make an environment of your own with the torch build that fits its driver and
 # `pip install -e .` instead: the lock is for CPUs.
@@ -17,6 +17,7 @@ VENV := .venv
 ENV := CodeExec-v0
 ARGS :=
 TESTS :=
+JOBS := 2
 # The first Python >= 3.11 that can make virtual environments; the pins were tried with 3.11.
 PYTHON := $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -31,7 +32,7 @@ train: setup sandbox
 	$(BIN)/molt-gym train $(ENV) $(ARGS)
 
 test: lint engines sandbox
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check .
