@@ -1,45 +1,150 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are whole or not there, written while training goes on.
 
 Invariants: a checkpoint is published by renaming a complete, flushed folder, and older ones are deleted only after
-that; it is read only if every file has the size and checksum that its manifest names, so the newest whole one is
-found whatever happened to the others; the best one stays until there is a better one.
+that; one is written at a time, and the next one and the end of the run wait for it; it is read only if every file has
+the size and checksum that its manifest names, so the newest whole one is found whatever happened to the others; the
+best one stays until there is a better one.
 """
 
 import json
 import os
+import random
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+
+from molt_gym.threads import call_in_thread
 
 from .actor.actor import Actor
 from .atomic import atomic_path
 
 MANIFEST, STATE, BEST = "manifest.json", "trainer.json", "best"
+_READERS = 8
 
 
-def save_checkpoint(folder: Path, step: int, actor: Actor, state: dict[str, Any], keep: int) -> Path:
-    """Write `folder`/step-<6 digits>, then delete all but the newest `keep` up to this step, and the best one.
+class Checkpoints:
+    """Those of a run.
 
-    Raises:
-        OSError: the disk is full or refuses; what was there before still is.
+    Args:
+        folder: where they are.
+        keep: how many of the newest stay, beside the best.
+        asynchronous: whether `begin` returns as soon as the state is copied.
+        say: told what became of each, in any thread.
+        mark: called when one is there, before older ones are deleted, in any thread; may mark it as the best.
     """
-    path = checkpoint_path(folder, step)
-    with atomic_path(path) as temporary:
-        temporary.mkdir()
-        actor.save(temporary / "actor")
-        (temporary / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
-        manifest = {str(file.relative_to(temporary)): [file.stat().st_size, _checksum(file)]
-                    for file in sorted(temporary.rglob("*")) if file.is_file()}
-        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    # Later ones are not whole, or this run would have gone on from them: they must not take the place of one that is.
-    best = best_checkpoint(folder)
-    for old in sorted(other for other in folder.glob("step-*") if other.name <= path.name)[:-keep]:
-        if old != best:
-            shutil.rmtree(old, ignore_errors=True)
-    return path
+
+    def __init__(
+        self, folder: Path, keep: int, *, asynchronous: bool = True, say: Callable[[str], None] = lambda _: None,
+        mark: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._keep, self._asynchronous, self._say, self._mark = folder, keep, asynchronous, say, mark
+        self._writing: Future[Path] | None = None
+        self.step: int | None = None
+        """Of the state that is saved or being written, the last one; None if it could not be written."""
+
+    def newest(self) -> Path | None:
+        """See `newest_checkpoint`, once all is written; its step counts as saved."""
+        self.settle()
+        path = newest_checkpoint(self._folder)
+        self.step, self._writing = None, None
+        if path is not None:
+            self.step, self._writing = load_state(path)["step"], Future()
+            self._writing.set_result(path)
+        return path
+
+    def begin(self, step: int, actor: Actor, state: Mapping[str, Any]) -> None:
+        """Copy the state and begin to write step-<6 digits>, unless that was done; the one before ends first.
+
+        Raises:
+            OSError, RunFailed: the state could not be copied. If it is not asynchronous, also what `finish` raises.
+        """
+        self.settle()
+        if step == self.step:
+            return
+        copied: Future[None] = Future()
+        state = {"step": step, **state, "generators": _generators()}
+        self._writing = call_in_thread(partial(self._write, step, actor, state, copied), "molt-gym-checkpoints")
+        self.step = step
+        wait([copied, self._writing], return_when=FIRST_COMPLETED)
+        if not copied.done() or not self._asynchronous:
+            self.finish()
+
+    def finish(self) -> Path:
+        """Wait until the one that was begun last is on disk.
+
+        Raises:
+            OSError: the disk was full or refused; what was there before still is.
+            RunFailed: the actor failed.
+        """
+        self.settle()
+        return self._writing.result()
+
+    def settle(self) -> None:
+        """Wait for what is being written, whatever becomes of it."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def _write(self, step: int, actor: Actor, state: dict[str, Any], copied: "Future[None]") -> Path:
+        path = checkpoint_path(self._folder, step)
+        try:
+            with atomic_path(path) as temporary:
+                temporary.mkdir()
+                written = actor.begin_save(temporary / "actor")
+                copied.set_result(None)
+                _ended(written, actor)
+                (temporary / STATE).write_text(json.dumps(state), encoding="utf-8")
+                files = sorted(file for file in temporary.rglob("*") if file.is_file())
+                manifest = {str(file.relative_to(temporary)): [file.stat().st_size, checksum]
+                            for file, checksum in zip(files, _checksums(files), strict=True)}
+                (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        except Exception as error:
+            self.step = None
+            self._say(f"step {step} not saved ({error}); older checkpoints are as they were")
+            raise
+        self._mark()
+        self._prune(path)
+        self._say(f"step {step} saved as {path}")
+        return path
+
+    def _prune(self, path: Path) -> None:
+        # Later ones are not whole, or this run would have gone on from them: they must not take the place of one that
+        # is.
+        best = best_checkpoint(self._folder)
+        for old in sorted(other for other in self._folder.glob("step-*") if other.name <= path.name)[: -self._keep]:
+            if old != best:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """Let what draws from the global generators go on as at the checkpoint whose state this is."""
+    if (kept := state.get("generators")) is None:
+        return
+    version, numbers, gauss = kept["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(kept["numpy"])
+    torch.set_rng_state(torch.tensor(kept["torch"], dtype=torch.uint8))
+
+
+def _generators() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state().tolist()}
+
+
+def _ended(written: "Future[None]", actor: Actor) -> None:
+    """Wait for the actor's part; if it broke off because a rank died, that is what is raised."""
+    try:
+        written.result()
+    except OSError:
+        actor.check()
+        raise
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -82,7 +187,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was given as `state`, and the step."""
+    """What `Checkpoints.begin` was given as `state`, the step, and the `generators`."""
     return json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
@@ -90,12 +195,19 @@ def _problem(path: Path) -> str | None:
     """Why the checkpoint cannot be used."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        for name, (size, checksum) in manifest.items():
-            if (path / name).stat().st_size != size or _checksum(path / name) != checksum:
+        files = [path / name for name in manifest]
+        for (name, (size, checksum)), file, found in zip(manifest.items(), files, _checksums(files), strict=True):
+            if file.stat().st_size != size or found != checksum:
                 return f"{name} is damaged"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return str(error)
     return None if STATE in manifest else f"{MANIFEST} does not name {STATE}"
+
+
+def _checksums(files: Sequence[Path]) -> Iterator[int]:
+    """Of some files at a time, which takes one core each."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        yield from pool.map(_checksum, files)
 
 
 def _checksum(file: Path) -> int:

@@ -1,9 +1,10 @@
 """The training loop: pool → batch → advantages → actor → weights to the engine.
 
 Written against `RolloutEngine` and `Actor`, wherever they run. Invariants: a step's metrics line is on disk before its
-checkpoint is; a checkpoint holds the state after whole steps only; what is evaluated is saved; on-policy, nothing is in
-flight when the weights change; an actor that was lost is replaced by one that goes on from the newest checkpoint, as if
-the run had been resumed; whatever ends the run early, the newest state is saved or the reason why not is said.
+checkpoint is; a checkpoint holds the state after whole steps only, and is written while the run goes on; what is
+evaluated is saved; on-policy, nothing is in flight when the weights change; an actor that was lost is replaced by one
+that goes on from the newest checkpoint, as if the run had been resumed; whatever ends the run early, the newest state
+is saved or the reason why not is said.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +22,7 @@ from molt_gym.errors import RunFailed
 from .actor.actor import Actor, ActorLost
 from .algorithms.kl import AdaptiveKl
 from .batch import usable, windows
-from .checkpoint import load_state, newest_checkpoint, save_checkpoint
+from .checkpoint import Checkpoints, load_state, restore_generators
 from .config import Config
 from .evaluate import Evaluations
 from .failures import check_failures, fail_lost_rows
@@ -30,6 +32,7 @@ from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
 from .step_metrics import fault_metrics, rates, rollout_metrics, unused_tools
+from .teacher import TeacherEngine
 from .waiting import attended, finished
 from .watchdog import Watchdog
 
@@ -47,6 +50,8 @@ class Loop:
     pool: Pool
     run_dir: RunDir
     progress: Progress
+    teacher: TeacherEngine | None = None
+    """If it has an engine of its own."""
     step: int = 0
     exhausted: bool = False
     actor: Actor | None = None
@@ -54,8 +59,8 @@ class Loop:
     """Why each actor that was lost was."""
     whole: bool = True
     """Whether weights, step and metrics file agree, so that they can be saved."""
-    _checkpoint: Path | None = None
-    """That of `step`, if there is one."""
+    _held: float = 0.0
+    """Seconds for which the last save held up the loop, until they are told."""
     _stopping: bool = False
     _warned: bool = False
     _expected: list[float] | None = None
@@ -64,6 +69,9 @@ class Loop:
     def __post_init__(self) -> None:
         self.kl = self._kl({})
         self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
+        checkpoint, say = self.config.checkpoint, self.progress.message
+        self.checkpoints = Checkpoints(self.run_dir.checkpoints_path, checkpoint.keep, say=say,
+                                       asynchronous=checkpoint.asynchronous, mark=lambda: self.evaluations.mark_best())
         self.watchdog = Watchdog(self.config.failures.watchdog, self.sampler.pending, self.progress.message)
 
     @property
@@ -78,13 +86,14 @@ class Loop:
         if not resume:
             return False
         with self.watchdog.doing("loading a checkpoint"):
-            path = await self._to_the_end(asyncio.to_thread(newest_checkpoint, self.run_dir.checkpoints_path))
+            path = await self._to_the_end(asyncio.to_thread(self.checkpoints.newest))
             state = load_state(path) if path else {"step": 0, "pool": {"cursor": 0, "pending": []}}
             if path:
                 await self._to_the_end(asyncio.to_thread(self.actor.load, path / "actor"))
         self.pool.load_state(state["pool"])
         self.kl = self._kl(state)
-        self.step, self.exhausted, self._checkpoint = state["step"], False, path
+        restore_generators(state)
+        self.step, self.exhausted = state["step"], False
         self.run_dir.cut_metrics(self.step if path else -1)
         if not path:
             self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
@@ -121,6 +130,7 @@ class Loop:
     async def close(self) -> None:
         """End the actor and what is in flight."""
         await self._stop()
+        await asyncio.to_thread(self.checkpoints.settle)
         if self.actor is not None:
             await asyncio.to_thread(self.actor.close)
         gc.unfreeze()
@@ -144,10 +154,8 @@ class Loop:
     async def _between_steps(self) -> None:
         """Save and evaluate if it is time for that."""
         when, every = self.evaluations.due(self.step, last=self._over), self.config.checkpoint.every
-        if self._over:
-            await self._save()
-        elif self.step and not self._checkpoint and (when or (every and self.step % every == 0)):
-            self.progress.message(f"step {self.step} {await self._try_save()}")
+        if self._over or (self.step and (when or (every and self.step % every == 0))):
+            await self._begin_save()
         if when:
             self.evaluations.begin(self.step, when)
             if not self.evaluations.concurrent:
@@ -176,19 +184,24 @@ class Loop:
         self.whole = False
         if groups:
             rows, more = windows(groups, self.config)
+            if self.teacher is not None:
+                with self.watchdog.doing(f"the teacher's log-probabilities of step {self.step + 1}"):
+                    metrics |= await self.teacher.score([row for window in rows for row in window])
             with self.watchdog.doing(f"training step {self.step + 1}"):
                 await self._enter_gpu(self.actor)
                 metrics |= more | await asyncio.to_thread(self.actor.train, rows, self.kl.coefficient)
             metrics |= self.kl.step(metrics, sum(map(len, groups)))
         with self.watchdog.doing("the evaluation that runs, before the weights change"):
             await self._served(self.evaluations.finish(), self._give_up_evaluation)
-        self.step, self._checkpoint = self.step + 1, None
+        self.step += 1
         sent = time.perf_counter()
         await self._send_weights()
         self.pool.confirm(batch)
         now = time.perf_counter()
         times |= {"time/weights": now - sent, "time/step": now - started,
                   "time/generate": self.engine.busy_seconds - busy}
+        if self._held:
+            times["time/checkpoint"], self._held = self._held, 0.0
         metrics |= times | fault_metrics(self.sampler.take_faults())
         metrics |= rates(metrics, batch.played, groups)
         if self.losses:
@@ -291,14 +304,19 @@ class Loop:
             await self.start(resume=True)
         self.progress.message(f"going on from step {self.step}")
 
+    async def _begin_save(self) -> None:
+        """Copy the state, which is written while the run goes on; what becomes of it is told by `checkpoints`."""
+        if self.checkpoints.step == self.step:
+            return
+        started, state = time.perf_counter(), {"pool": self.pool.state(), "kl_coefficient": self.kl.coefficient}
+        with self.watchdog.doing(f"saving step {self.step}"), suppress(OSError):
+            await self._to_the_end(asyncio.to_thread(self.checkpoints.begin, self.step, self.actor, state))
+        self._held = time.perf_counter() - started
+
     async def _save(self) -> Path:
-        if self._checkpoint is None:
-            state = {"pool": self.pool.state(), "kl_coefficient": self.kl.coefficient}
-            with self.watchdog.doing(f"saving step {self.step}"):
-                self._checkpoint = await self._to_the_end(asyncio.to_thread(
-                    save_checkpoint, self.run_dir.checkpoints_path, self.step, self.actor, state,
-                    self.config.checkpoint.keep))
-        return self._checkpoint
+        await self._begin_save()
+        with self.watchdog.doing(f"saving step {self.step}"):
+            return await self._to_the_end(asyncio.to_thread(self.checkpoints.finish))
 
     async def _try_save(self) -> str:
         """Where the state was saved, or why not."""

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 
 from molt_gym.errors import ConfigError, RunFailed
 
+from .actor.balance import first_fit
 from .actor.launch import LocalActor
 from .actor.packing import TrainRow, train_row
-from .checkpoint import load_state, mark_best, newest_checkpoint, save_checkpoint
+from .checkpoint import Checkpoints, load_state, mark_best
 from .config import Config, load_config
 from .progress import Progress, number
 from .run_dir import RunDir
@@ -28,7 +30,7 @@ from .sft_config import SftConfig
 from .sft_data import Example
 from .waiting import finished
 
-__all__ = ["SftLoop", "actor_config", "first_fit", "window"]
+__all__ = ["SftLoop", "actor_config", "window"]
 
 _SCORED_AT_ONCE = 256
 
@@ -52,17 +54,6 @@ def window(examples: Sequence[Example], config: SftConfig) -> list[TrainRow]:
     return rows
 
 
-def first_fit(sizes: Sequence[int], limit: int) -> list[int]:
-    """The bin of each size: the first one in which it does not make more than `limit`, or a new one."""
-    loads: list[int] = []
-    bins = []
-    for size in sizes:
-        place = next((place for place, load in enumerate(loads) if load + size <= limit), len(loads))
-        loads[place : place + 1] = [size + sum(loads[place : place + 1])]
-        bins.append(place)
-    return bins
-
-
 @dataclass
 class SftLoop:
     """One run's parts, and `step`, the number of updates behind it."""
@@ -77,8 +68,11 @@ class SftLoop:
     step: int = 0
     whole: bool = True
     """Whether weights, step and metrics file agree, so that they can be saved."""
-    saved: Path | None = None
-    """The checkpoint of `step`, if there is one."""
+
+    def __post_init__(self) -> None:
+        checkpoint = self.config.checkpoint
+        self.checkpoints = Checkpoints(self.run_dir.checkpoints_path, checkpoint.keep, say=self.progress.message,
+                                       asynchronous=checkpoint.asynchronous)
 
     def load(self) -> None:
         """Go on from the newest whole checkpoint, without which the run begins anew.
@@ -86,7 +80,7 @@ class SftLoop:
         Raises:
             ConfigError: it is of a run on other data, or in another order.
         """
-        path = newest_checkpoint(self.run_dir.checkpoints_path)
+        path = self.checkpoints.newest()
         if path is None:
             self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
             self.run_dir.cut_metrics(-1)
@@ -96,7 +90,7 @@ class SftLoop:
             raise ConfigError(f"data: the run in {self.run_dir.path} was trained on other data, or with another seed "
                               "or batch_size; give the same ones to go on with it, or choose another folder")
         self.actor.load(path / "actor")
-        self.step, self.saved = state["step"], path
+        self.step = state["step"]
         self.run_dir.cut_metrics(self.step)
 
     async def run(self, finish: Callable[[LocalActor], None]) -> Path:
@@ -138,7 +132,7 @@ class SftLoop:
             raise RunFailed(f"step {self.step + 1}: log-probabilities are not finite; write a lower actor.lr, or "
                             "actor.dtype = 'float32'")
         tokens, seconds = sum(example.trained for example in examples), time.perf_counter() - started
-        self.step, self.saved = self.step + 1, None
+        self.step += 1
         metrics = {"step": self.step, "epoch": epoch, "train/loss": found["policy/loss"], "train/tokens": tokens,
                    "train/conversations": len(examples), "policy/entropy": found["policy/entropy"],
                    **{name: value for name, value in found.items() if name.startswith("optim/")},
@@ -161,10 +155,8 @@ class SftLoop:
         last, every = self.step == self.total, self.config.checkpoint.every
         due = bool(self.held_out) and (last or not self.step or (
             self.config.eval.every > 0 and self.step % self.config.eval.every == 0))
-        if last:
-            self._save()
-        elif self.step and (due or (every and self.step % every == 0)):
-            self.progress.message(f"step {self.step} {self._try_save()}")
+        if last or (self.step and (due or (every and self.step % every == 0))):
+            self._begin_save()
         scores = {line["step"]: -line["eval/loss"] for line in self.run_dir.read_metrics() if "eval/loss" in line}
         if due and self.step not in scores:
             loss, tokens = self._held_out_loss()
@@ -172,6 +164,7 @@ class SftLoop:
             self.progress.message(f"held-out loss after step {self.step}: {number(loss)}, {tokens:,} tokens")
             scores[self.step] = -loss
         if scores:
+            self.checkpoints.settle()
             mark_best(self.run_dir.checkpoints_path, scores)
 
     def _held_out_loss(self) -> tuple[float, int]:
@@ -191,11 +184,13 @@ class SftLoop:
             digest.update(repr([(row.ids, row.mask) for row in example.rows]).encode())
         return digest.hexdigest()
 
+    def _begin_save(self) -> None:
+        with suppress(OSError):
+            self.checkpoints.begin(self.step, self.actor, {"order": self._order})
+
     def _save(self) -> Path:
-        if self.saved is None:
-            self.saved = save_checkpoint(self.run_dir.checkpoints_path, self.step, self.actor, {"order": self._order},
-                                         self.config.checkpoint.keep)
-        return self.saved
+        self._begin_save()
+        return self.checkpoints.finish()
 
     def _try_save(self) -> str:
         """Where the state was saved, or why not."""

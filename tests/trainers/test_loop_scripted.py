@@ -7,13 +7,16 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from molt_gym.errors import RunFailed
+from molt_gym.threads import call_in_thread
 from molt_gym.tokens import Row, RowRef, Trajectory
 from molt_gym.trainers.actor.actor import ActorLost
 from molt_gym.trainers.checkpoint import load_state, newest_checkpoint
@@ -41,7 +44,7 @@ class Parts:
         self.out = io.StringIO()
         self.run_dir, self.engine, self.version, self.retried = run_dir, self, 0, {}
         self.wants_weights, self.members = asyncio.Event(), [self]
-        self.scores = iter([0.0] * 100)
+        self.scores, self.lost = iter([0.0] * 100), None
         rollout = self.config.rollout
         plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness)
         self.pool = Pool(self, TaskStream(100, 0), plan, seed=0)
@@ -104,6 +107,9 @@ class Parts:
     def save(self, folder: Path) -> None:
         self.log.append("saved")
 
+    def write(self, updates: str) -> None:
+        pass
+
     # What is left
 
     @property
@@ -130,10 +136,19 @@ class Actor:
     def weights(self) -> list:
         return []
 
-    def save(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> Future[None]:
         self.parts.save(folder)
+        return call_in_thread(partial(self._write, folder, str(self.updates)))
+
+    def _write(self, folder: Path, updates: str) -> None:
+        self.parts.write(updates)
         folder.mkdir()
-        (folder / "updates").write_text(str(self.updates))
+        (folder / "updates").write_text(updates)
+
+    def check(self) -> None:
+        if (error := self.parts.lost) is not None:
+            self.parts.lost = None
+            raise error
 
     def load(self, folder: Path) -> None:
         self.updates = int((folder / "updates").read_text())
@@ -233,7 +248,7 @@ async def test_the_end_of_the_run_waits_for_the_last_evaluation(parts_of) -> Non
     parts.loop = parts.new_loop()
     run = asyncio.create_task(parts.run())
     await asyncio.wait_for(held.running.wait(), WAIT)
-    assert parts.saved == ["step-000003"]
+    await until(lambda: parts.saved == ["step-000003"])
     held.go.set()
     await asyncio.wait_for(run, WAIT)
     assert parts.lines[-1] == (3, "after")
@@ -418,6 +433,48 @@ async def test_rollouts_whose_rows_are_lost_are_failed_ones(parts_of) -> None:
     await asyncio.wait_for(parts.run(), WAIT)
     assert trained == ["node 0", "node 1", "node 3"]
     assert parts.run_dir.read_metrics()[0]["rollout/failed/rows_lost"] == 1
+
+
+# Checkpoints
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(parts_of) -> None:
+    parts, go = parts_of(steps=6, **{"checkpoint.every": 2}), threading.Event()
+    parts.write = lambda updates: updates == "2" and go.wait(WAIT)
+    run = asyncio.create_task(parts.run())
+    await until(lambda: parts.log.count("trained") == 4)
+    await asyncio.sleep(0.05)
+    assert parts.log.count("saved") == 1 and not parts.saved and len(parts.lines) == 4
+    go.set()
+    await asyncio.wait_for(run, WAIT)
+    assert parts.log.count("saved") == 3 and parts.saved == ["step-000006"]
+    assert all(("time/checkpoint" in line) == (line["step"] in (3, 5)) for line in parts.run_dir.read_metrics())
+
+
+async def test_a_state_that_cannot_be_written_meanwhile_is_told_and_the_run_goes_on(parts_of) -> None:
+    parts = parts_of(steps=6, **{"checkpoint.every": 2})
+
+    def write(updates: str) -> None:
+        if updates == "4":
+            raise OSError("the disk is full")
+
+    parts.write = write
+    await asyncio.wait_for(parts.run(), WAIT)
+    assert parts.saved == ["step-000006"] and parts.lines[-1] == (6, None)
+    assert "step 4 not saved (the disk is full); older checkpoints are as they were" in parts.out.getvalue()
+
+
+async def test_an_actor_that_is_lost_while_its_last_state_is_written_is_replaced(parts_of) -> None:
+    parts, failures = parts_of(steps=3, **{"checkpoint.every": 2}), iter([OSError("a connection broke")])
+
+    def write(updates: str) -> None:
+        if updates == "3" and (error := next(failures, None)):
+            parts.lost = ActorLost("rank 1 died")
+            raise error
+
+    parts.write = write
+    await asyncio.wait_for(parts.run(), WAIT)
+    assert parts.log.count("actor") == 2 and parts.saved == ["step-000003"]
+    assert [line["updates"] for line in parts.run_dir.read_metrics()] == [1, 2, 3]
 
 
 # Interrupts

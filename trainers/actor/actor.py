@@ -1,6 +1,7 @@
 """The contract between the loop and whatever holds the weights that learn."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -36,8 +37,15 @@ class Actor(Protocol):
         """Log-probability of each id but the first after those before it, at temperature 1."""
         ...
 
+    def begin_save(self, folder: Path) -> "Future[None]":
+        """Begin to write weights, optimizer state and `updates`, as they are now, into a new folder.
+
+        Meanwhile the actor may go on learning. The future ends when all is on disk; OSError: it cannot be written.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and `updates` into a new folder."""
+        """Do so, and wait for the end."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -46,6 +54,10 @@ class Actor(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write a folder that transformers loads: weights and configuration, no tokenizer."""
+        ...
+
+    def check(self) -> None:
+        """Raise ActorLost if a rank has died."""
         ...
 
     def offload(self) -> None:

@@ -11,6 +11,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -94,6 +95,10 @@ class LocalActor:
         """Log-probabilities of each row's trained tokens."""
         return self._call("score", rows)
 
+    def begin_save(self, folder: Path) -> "Future[None]":
+        """Begin to write a sharded checkpoint."""
+        return self._call("begin_save", folder)
+
     def save(self, folder: Path) -> None:
         """Write a sharded checkpoint."""
         self._call("save", folder)
@@ -114,11 +119,21 @@ class LocalActor:
         """Come back to the GPUs."""
         self._call("onload")
 
+    def check(self) -> None:
+        """Raise ActorLost if a rank has died."""
+        for rank, (process, _) in enumerate(self._ranks, start=1):
+            if not process.is_alive():
+                self._lost = True
+                raise ActorLost(f"actor rank {rank} of {len(self._ranks) + 1} failed: the process died (exit code "
+                                f"{process.exitcode})")
+
     def close(self) -> None:
         """End all ranks."""
         atexit.unregister(self.close)
         for _, pipe in self._ranks:
             pipe.close()
+        if hasattr(self, "_first"):
+            self._first.close(LAST_WORDS)
         if dist.is_initialized():
             dist.destroy_process_group()
         for process, _ in self._ranks:

@@ -8,6 +8,7 @@ over the weights itself.
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from molt_gym.errors import ConfigError, RunFailed
+from molt_gym.threads import call_in_thread
 
 from ..actor.actor import ActorLost
 from ..actor.fsdp_actor import ActorSpec
@@ -79,9 +81,15 @@ class RayActor:
         """Log-probabilities of a text, at temperature 1."""
         return self._call("logprobs", list(ids))[0]
 
+    def begin_save(self, folder: Path) -> "Future[None]":
+        """Begin to write a sharded checkpoint."""
+        self._call("begin_save", folder.absolute())
+        written = [rank.written.remote() for rank in self._ranks]
+        return call_in_thread(lambda: self._answers(written)[0])
+
     def save(self, folder: Path) -> None:
         """Write a sharded checkpoint."""
-        self._call("save", folder.absolute())
+        self.begin_save(folder).result()
 
     def load(self, folder: Path) -> None:
         """Read one."""

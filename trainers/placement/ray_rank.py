@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -91,6 +92,14 @@ class Rank:
                                        for row in window] for window in windows], kl)
         finally:
             self._rows.clear()
+
+    def begin_save(self, folder: Path) -> None:
+        """`FsdpActor.begin_save`; `written` tells when it is done."""
+        self._written = self._actor.begin_save(folder)
+
+    async def written(self) -> None:
+        """Wait for what was begun, while the thread of the collectives goes on; raises as it does."""
+        await asyncio.wrap_future(self._written)
 
     def pack(self, dtype: torch.dtype, backend: Backend) -> None:
         """Begin to gather the weights, a bucket at a time."""
