@@ -56,6 +56,13 @@ def as_policy(policy: Policy | PolicyFunction) -> Policy:
     )
 
 
+class EndpointMessage(dict[str, Any]):
+    """An assistant message, and what its endpoint told of it: its tokens (0: not told), and whether length cut it."""
+
+    completion_tokens: int = 0
+    cut: bool = False
+
+
 class EndpointPolicy:
     """A model behind an OpenAI-compatible API, asked through the stock SDK, which sends requests that failed again.
 
@@ -82,13 +89,17 @@ class EndpointPolicy:
             "extra_body": {"top_k": top_k} if top_k else None}
 
     async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
-        """The first choice of a chat completion; raises the SDK's errors."""
+        """The first choice of a chat completion, as an `EndpointMessage`; raises the SDK's errors."""
         more = {"tools": tools} if tools else {}
         async with self._turn:
             completion = await self._client.chat.completions.create(messages=messages, **self._options, **more)
         if not completion.choices:
             raise RuntimeError(f"the endpoint answered without a choice: {completion.to_json()[:200]}")
-        return _answered(completion.choices[0].message.to_dict())
+        choice, usage = completion.choices[0], completion.usage
+        message = EndpointMessage(_answered(choice.message.to_dict()))
+        message.completion_tokens = usage.completion_tokens or 0 if usage else 0
+        message.cut = choice.finish_reason == "length"
+        return message
 
     async def aclose(self) -> None:
         """Close its connections."""

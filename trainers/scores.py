@@ -27,7 +27,8 @@ _RESAMPLES = 2000
 class TaskScore:
     """What became of the attempts at task `index`, the `position`-th of its evaluation.
 
-    rewards, passed, lengths (sampled tokens) and truncated are of the attempts that ended; failures: counts by reason.
+    rewards, passed, lengths (sampled tokens, or an endpoint's count) and truncated are of the attempts that ended;
+    failures: counts by reason.
     """
 
     position: int
@@ -44,8 +45,8 @@ class TaskScore:
         ended = [trajectory for trajectory in group if trajectory.failure is None]
         failures = Counter(trajectory.failure.reason for trajectory in group if trajectory.failure is not None)
         return cls(group[0].group, group[0].index, [t.reward for t in ended], [passes(t) for t in ended],
-                   [sampled_tokens([t]) for t in ended], [bool(t.truncated or t.length_limited) for t in ended],
-                   dict(failures))
+                   [sampled_tokens([t]) or t.reply_tokens for t in ended],
+                   [bool(t.truncated or t.length_limited) for t in ended], dict(failures))
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ..errors import PromptTooLong
 from ..messages import Message
-from ..policy import Policy
+from ..policy import EndpointMessage, Policy
 from ..spaces import AssistantMessageSpace
 from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
 from ..tokens.parsing import malformed_calls
@@ -187,15 +187,17 @@ class TokenRespondent:
 
 
 class PolicyRespondent:
-    """Any policy; there are no tokens to count or record."""
+    """Any policy; there are no tokens to record, and to count those that an endpoint tells of."""
 
     turns: int
     """Replies so far."""
+    tokens: int
+    """Of these replies."""
     last: tuple[Call, Reply] | None
     """The last turn."""
 
     def __init__(self, policy: Policy) -> None:
-        self.turns, self.last = 0, None
+        self.turns, self.tokens, self.last = 0, 0, None
         self._policy, self._space = policy, AssistantMessageSpace()
 
     async def answer(self, call: Call) -> list[Reply]:
@@ -203,6 +205,7 @@ class PolicyRespondent:
         ignored = call.options.without_tokens()
         replies = [replace(reply, ignored=ignored) for reply in await _all([self._sample(call) for _ in range(call.n)])]
         self.turns, self.last = self.turns + len(replies), (call, replies[-1])
+        self.tokens += sum(reply.completion_tokens for reply in replies)
         return replies
 
     async def count(self, call: Call) -> int:
@@ -212,7 +215,11 @@ class PolicyRespondent:
     async def _sample(self, call: Call) -> Reply:
         message = await self._policy.reply(copy.deepcopy(call.messages), copy.deepcopy(call.tools))
         self._space.validate(message)
-        return reply_of(message)
+        reply = reply_of(message)
+        if not isinstance(message, EndpointMessage):
+            return reply
+        finish = "length" if message.cut else reply.finish_reason
+        return replace(reply, finish_reason=finish, completion_tokens=message.completion_tokens)
 
 
 def reply_of(message: Message) -> Reply:

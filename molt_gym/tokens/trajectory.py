@@ -13,6 +13,8 @@ from itertools import groupby
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 UNSAMPLED_VERSION = -1
 
 # JSON joins two escaped surrogates into one character. Written raw, they stay two.
@@ -39,18 +41,21 @@ class Row:
     """One sequence to train on, all lists of one length.
 
     ids: what the engine saw and sampled, in order. mask: 1 where the id was sampled and is to be trained.
-    logprobs, versions: of the sampled ids; 0.0 and -1 elsewhere.
+    logprobs, versions: of the sampled ids; 0.0 and -1 elsewhere. experts: [ids, layers, top_k] int16, those that the
+    engine sent each id to, -1 where unknown; None where nothing is known. The file form leaves them out.
     """
 
     ids: list[int]
     mask: list[int]
     logprobs: list[float]
     versions: list[int]
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("mask", "logprobs", "versions"):
-            if len(getattr(self, name)) != len(self.ids):
-                raise ValueError(f"row.{name}: {len(getattr(self, name))} values for {len(self.ids)} ids")
+        for name in ("mask", "logprobs", "versions", "experts"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.ids):
+                raise ValueError(f"row.{name}: {len(values)} values for {len(self.ids)} ids")
 
     @property
     def stats(self) -> RowStats:
@@ -83,8 +88,8 @@ class Trajectory:
     """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows.
 
     tools_offered: turns in which tools could have been called. malformed_calls: replies that began a call which could
-    not be read. record: of a rollout played elsewhere, whose rows are references and whose messages stayed there, reads
-    its line of JSON; None if that was lost.
+    not be read. reply_tokens: of replies without rows, as far as an endpoint told. record: of a rollout played
+    elsewhere, whose rows are references and whose messages stayed there, reads its line of JSON; None if that was lost.
     """
 
     env: str
@@ -103,6 +108,7 @@ class Trajectory:
     tools_offered: int = 0
     tool_calls: int = 0
     malformed_calls: int = 0
+    reply_tokens: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
@@ -117,7 +123,7 @@ class Trajectory:
             TypeError: `info` or a message holds something JSON has no form for.
         """
         record = vars(self) | {
-            "rows": [vars(row) for row in self.rows if isinstance(row, Row)],
+            "rows": [_record(row) for row in self.rows if isinstance(row, Row)],
             "failure": self.failure and vars(self.failure),
         }
         record.pop("record", None)
@@ -180,6 +186,11 @@ def read_jsonl(path: str | PathLike[str]) -> list[Trajectory]:
 
 def _dumps(record: dict[str, Any], *, ensure_ascii: bool) -> str:
     return json.dumps(record, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def _record(row: Row) -> dict[str, Any]:
+    # Experts are some hundred numbers a token, and only of use to the update that follows.
+    return {name: value for name, value in vars(row).items() if name != "experts"}
 
 
 def _plain(value: Any) -> Any:

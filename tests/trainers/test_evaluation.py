@@ -15,7 +15,7 @@ import pytest
 import molt_gym
 from molt_gym import ConfigError, RunFailed, as_policy
 from molt_gym.cli import main
-from molt_gym.policy import EndpointPolicy
+from molt_gym.policy import EndpointMessage, EndpointPolicy
 from molt_gym.server.respond import PolicyRespondent
 from molt_gym.server.server import LoopbackServer
 from molt_gym.threads import call_in_thread
@@ -86,6 +86,20 @@ def test_an_endpoint_is_asked_for_no_more_than_it_may_be_at_a_time(toys: Path, a
     options = {"rollout.max_concurrency": 2}
     molt_gym.evaluate(COIN, endpoint=served.url, endpoint_model="any", episodes=6, **options)
     assert served.most <= 2
+
+
+def test_the_tokens_that_an_endpoint_tells_are_the_lengths_and_what_it_cut_is_truncated(
+    toys: Path, api: Any, tmp_path: Path
+) -> None:
+    def reply(observation: Any) -> EndpointMessage:
+        message = EndpointMessage(role="assistant", content="abc")
+        message.completion_tokens, message.cut = 7, "task 1" in observation["messages"][0]["content"]
+        return message
+
+    served, options = api(reply), {"episodes": 4, "env_kwargs": {"num_tasks": 4}, "out": tmp_path}
+    for _ in range(2):
+        result = molt_gym.evaluate(LETTERS, endpoint=served.url, endpoint_model="any", **options)
+        assert (result.length_mean, result.truncated) == (2 * 7, 0.25)
 
 
 def test_an_endpoint_that_fails_is_a_failure_by_reason_and_no_score(toys: Path, api: Any) -> None:

@@ -95,9 +95,11 @@ class PolicySeat:
         return replies[0].message
 
     def record(self, trajectory: Trajectory) -> None:
-        """The turns."""
-        trajectory.turns = self.respondent.turns
-        _transcribe(trajectory, self.respondent.last)
+        """The turns and, if an endpoint told, their tokens; whether the last reply was cut."""
+        last = self.respondent.last
+        trajectory.turns, trajectory.reply_tokens = self.respondent.turns, self.respondent.tokens
+        trajectory.length_limited = last is not None and last[1].finish_reason == "length"
+        _transcribe(trajectory, last)
 
 
 def _transcribe(trajectory: Trajectory, last: tuple[Call, Reply] | None) -> None:
