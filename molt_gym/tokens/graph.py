@@ -2,7 +2,7 @@
 
 Invariants: the path from the root to a node, concatenated, is exactly what the engine was given and returned. A turn is
 recorded by `commit` alone, after its generation succeeded and was checked. A sampled id is trained in exactly one row,
-however many branches go on from it.
+however many branches go on from it. The experts of an id are those of the computation that was told first, in all rows.
 
 A conversation that was seen is a path in a trie, from its tools by the digests of its messages. With interned messages
 a known history costs one look-up each.
@@ -14,6 +14,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from ..messages import InternedTools, Message, digest_of, digest_of_tools, digests_of, has_digest, text_length
 from .generation import Generation
@@ -89,6 +91,7 @@ class TokenGraph:
         self._renderer = renderer
         self._keep = history == "keep"
         self._nodes: list[_Node] = []
+        self._experts: dict[int, np.ndarray] = {}
         self._contexts: dict[tuple[int | None, tuple[int, ...]], int] = {}
         self._tips: dict[int, tuple[int, ...]] = {}
         self._roots: dict[bytes, int] = {}
@@ -170,6 +173,8 @@ class TokenGraph:
             known = len(self._nodes)
             context = self._context(prompt.parent, prompt.context, len(prompt.ids))
             node = self._add(_Node(context, generation.ids, len(prompt.ids) + len(generation.ids), generation))
+            if generation.routed_experts is not None:
+                self._keep_experts(node, np.asarray(generation.routed_experts, np.int16))
             self._remember(node, prompt.parent, prompt.ids + tuple(generation.ids))
             digest = digest_of(reply)
             point = self._insert(prompt.place)
@@ -195,7 +200,8 @@ class TokenGraph:
 
     def _row(self, leaf: int, trained: set[int]) -> Row:
         row = Row([], [], [], [])
-        for part in self._line(leaf):
+        line = self._line(leaf)
+        for part in line:
             node = self._nodes[part]
             length = len(node.ids)
             row.ids += node.ids
@@ -208,7 +214,26 @@ class TokenGraph:
                 row.mask += [1] * length
                 row.logprobs += node.generation.logprobs
                 row.versions += node.generation.versions
+        known = next((self._experts[part] for part in line if part in self._experts), None)
+        if known is not None:
+            row.experts = np.concatenate([self._experts_of(part, known.shape[1:]) for part in line])
         return row
+
+    def _experts_of(self, part: int, shape: tuple[int, ...]) -> np.ndarray:
+        held = self._experts.get(part)
+        return np.full((len(self._nodes[part].ids), *shape), -1, np.int16) if held is None else held
+
+    def _keep_experts(self, node: int, routed: np.ndarray) -> None:
+        """What was told of the positions from the root on, wherever nothing is known yet.
+
+        The last id of a turn was not processed in it, but is when the next one goes on from there.
+        """
+        for part in self._line(node):
+            start = self._nodes[part].end - len(self._nodes[part].ids)
+            told = routed[start : self._nodes[part].end]
+            held = self._experts.setdefault(part, self._experts_of(part, routed.shape[1:]))[: len(told)]
+            unknown = (held < 0).all((1, 2))
+            held[unknown] = told[unknown]
 
     def _line(self, node: int | None) -> list[int]:
         line = []
