@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium as _gym
 
+from .adapters.text_env import TextEnv
 from .agents import AgentContext, AgentEnv, ChatAgent, CommandAgent, Result, register_agent
 from .env import ChatEnv, Turn
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed, UnknownEnv
@@ -46,6 +47,7 @@ __all__ = [
     "PromptTooLong",
     "Result",
     "RunFailed",
+    "TextEnv",
     "Turn",
     "UnknownEnv",
     "as_policy",

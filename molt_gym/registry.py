@@ -28,7 +28,9 @@ __all__ = ["PLUGIN_GROUP", "EnvInfo", "creators", "find_spec", "list_envs", "loa
 
 PLUGIN_GROUP = "molt_gym.envs"
 _VECTOR = "molt_gym.vector:"
+_CLASSICS = ("gymnasium.envs.toy_text", "gymnasium.envs.classic_control")
 _plugin_errors: dict[EntryPoint, str | None] = {}
+_speakers: dict[Any, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,23 @@ def find_spec(env_id: str, *, max_episode_steps: int | None = None, **kwargs: An
 
 
 def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
-    """`gymnasium.make` for chat envs.
+    """`gymnasium.make` for chat envs, and for others through `molt_gym.TextEnv`.
 
     Args:
         env_id: "Name-v0" of a registered env or an installed plug-in, "module:Name-v0", or a spec.
-        **kwargs: for the constructor of the env, or for `gymnasium.make` (`max_episode_steps`, ...).
+        **kwargs: for the constructor of the env, for `TextEnv`, or for `gymnasium.make` (`max_episode_steps`, ...).
 
     Raises:
         UnknownEnv: nothing knows the id; the message names the nearest ids.
-        NotAChatEnv: its spaces are not `molt_gym.Conversation` and `molt_gym.AssistantMessage`.
+        NotAChatEnv: its spaces are not `molt_gym.Conversation` and `molt_gym.AssistantMessage`, and its actions cannot
+            be written in a reply.
     """
-    env = gym.make(find_spec(env_id) if isinstance(env_id, str) else env_id, **kwargs)
+    spec = find_spec(env_id) if isinstance(env_id, str) else env_id
+    if not _speaks(spec, kwargs):
+        from .adapters.text_env import text_spec
+
+        spec = text_spec(spec)
+    env = gym.make(spec, **kwargs)
     if isinstance(env.observation_space, ConversationSpace) and isinstance(env.action_space, AssistantMessageSpace):
         return env
     env.close()
@@ -124,10 +132,31 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
     )
 
 
+def _speaks(spec: EnvSpec, kwargs: dict[str, Any]) -> bool:
+    """Whether the env of a spec converses; found out by making one, where neither its class nor its spec tells."""
+    if str(spec.vector_entry_point).startswith(_VECTOR) or spec.entry_point is None:
+        return True
+    creator = creators(spec)[0]
+    if inspect.isclass(creator) and issubclass(creator, TaskEnv):
+        return True
+    if creator not in _speakers:
+        from .adapters.text_env import OPTIONS
+
+        kwargs = {name: value for name, value in kwargs.items() if name not in (*OPTIONS, "render_mode")}
+        try:
+            env = gym.make(spec, disable_env_checker=True, **kwargs)
+        except Exception:  # noqa: BLE001  whatever it is, making it in earnest says it
+            return True
+        _speakers[creator] = isinstance(env.action_space, AssistantMessageSpace)
+        env.close()
+    return _speakers[creator]
+
+
 def list_envs() -> list[EnvInfo]:
     """The chat envs that can be made by id, sorted: built in, from plug-ins, and registered so far in this process.
 
-    An env counts if its class derives from `TaskEnv` or if it was registered through `molt_gym.register`.
+    An env counts if its class derives from `TaskEnv` or if it was registered through `molt_gym.register`; and those of
+    Gymnasium's own that need nothing else to be installed, which `TextEnv` plays.
     """
     load_plugins()
     found = []
@@ -141,7 +170,10 @@ def list_envs() -> list[EnvInfo]:
         if is_ours or (inspect.isclass(creator) and issubclass(creator, TaskEnv)):
             summary = (maker.__doc__ or "").strip().partition("\n")[0]
             found.append(EnvInfo(spec.id, summary, getattr(maker, "__module__", "").partition(".")[0]))
-    return found
+    classics = {spec.name: spec for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
+                if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
+    found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
+    return sorted(found, key=lambda info: info.id)
 
 
 def creators(spec: EnvSpec) -> tuple[Any, Any]:

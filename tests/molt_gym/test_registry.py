@@ -145,10 +145,12 @@ def test_a_spec_as_json_makes_the_env_where_nothing_is_registered(echo):
     assert gym.registry[echo].kwargs == {}
 
 
-def test_an_env_that_is_no_chat_env_is_refused_with_advice():
+def test_an_env_that_is_registered_as_a_chat_env_and_is_none_is_refused_with_advice():
+    molt_gym.register("Mute-v0", "gymnasium.envs.classic_control:CartPoleEnv")
     with pytest.raises(molt_gym.NotAChatEnv) as caught:
-        molt_gym.make("CartPole-v1")
-    for advice in ("CartPole-v1 is no chat env", "Discrete(2)", "molt_gym.ChatEnv", "molt_gym.Conversation()"):
+        molt_gym.make("Mute-v0")
+    del gym.registry["Mute-v0"]
+    for advice in ("Mute-v0 is no chat env", "Discrete(2)", "molt_gym.ChatEnv", "molt_gym.Conversation()"):
         assert advice in str(caught.value)
 
 
@@ -197,7 +199,8 @@ def test_envs_are_listed_with_a_summary_and_their_package(echo, installed_echo, 
     assert listed[installed_echo].source == plugin
     assert listed["CodeExec-v0"].source == "molt_gym"
     assert listed["Stale-v0"].summary == "cannot be imported: ImportError: too old"
-    assert "CartPole-v1" not in listed and "Board-v0" not in listed
+    assert listed["CartPole-v1"].source == listed["Board-v0"].source == "gymnasium"
+    assert "Pong-v5" not in listed and "CartPole-v0" not in listed
     assert list(listed) == sorted(listed)
 
 

@@ -1,0 +1,95 @@
+"""What a Gymnasium env says of itself: in its docstring, its spaces and its terminal rendering."""
+
+import inspect
+import re
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, Space, Tuple
+
+__all__ = ["action_names", "describe", "observation_names", "plain_ansi", "purpose"]
+
+_COLOURS = {0: "black", 1: "red", 2: "green", 3: "yellow", 4: "blue", 5: "magenta", 6: "cyan", 7: "white"}
+_STYLED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]+>")
+
+
+def plain_ansi(text: str) -> str:
+    """Terminal output as plain text: what is coloured stands in a tag of that colour, such as <red>S</red>."""
+    def tagged(match: re.Match[str]) -> str:
+        codes = [int(code) for code in match[1].split(";") if code]
+        colours = [_COLOURS[code % 10] for code in codes if 30 <= code <= 37 or 40 <= code <= 47]
+        return f"<{colours[-1]}>{match[2]}</{colours[-1]}>" if colours else match[2]
+
+    return _ESCAPE.sub("", _STYLED.sub(tagged, text)).strip("\n")
+
+
+def purpose(env: gym.Env, *, observations: bool = False, most: int = 1500) -> str:
+    """What the docstring of an env says of its task, rewards and ends, cut at a paragraph after `most` characters.
+
+    observations: and of what is observed.
+    """
+    sections = _sections(env)
+    wanted = {"description", "rewards", "reward", "episode end"} | ({"observation space"} if observations else set())
+    parts = [sections.get(""), *(text for title, text in sections.items() if title in wanted)]
+    paragraphs, size = [], 0
+    for paragraph in "\n\n".join(filter(None, parts)).split("\n\n"):
+        size += len(paragraph)
+        if paragraphs and size > most:
+            break
+        if not paragraph.lstrip().startswith(("```", "@")):
+            paragraphs.append(paragraph)
+    text = "\n\n".join(paragraphs).replace("<sup>", "^").replace("**", "")
+    return _LINK.sub(lambda match: match[1] or "", text).strip()
+
+
+def action_names(env: gym.Env) -> list[str]:
+    """Names of the actions of a Discrete space, or of the numbers of a Box, where the docstring lists them all."""
+    space = env.action_space
+    if not isinstance(space, Discrete | Box):
+        return []
+    return _listed(_sections(env).get("action space", ""), int(space.n) if isinstance(space, Discrete)
+                   else int(np.prod(space.shape)))
+
+
+def observation_names(env: gym.Env) -> list[str]:
+    """Names of the numbers of a Box observation, where the docstring lists them all."""
+    space = env.observation_space
+    return _listed(_sections(env).get("observation space", ""), int(np.prod(space.shape))) if isinstance(
+        space, Box) else []
+
+
+def describe(observation: Any, space: Space, names: list[str] | None = None) -> str:
+    """An observation in words; names: of the numbers of a Box."""
+    if isinstance(space, Dict):
+        return "\n".join(f"{key}: {describe(observation[key], part)}" for key, part in space.items())
+    if isinstance(space, Tuple):
+        return "(" + ", ".join(describe(*pair) for pair in zip(observation, space.spaces, strict=True)) + ")"
+    if isinstance(observation, np.ndarray):
+        if observation.ndim == 1 and names:
+            return "\n".join(f"{name}: {value:.4g}" for name, value in zip(names, observation, strict=True))
+        return np.array2string(observation, precision=4, separator=", ", threshold=2000, suppress_small=True)
+    return str(observation)
+
+
+def _sections(env: gym.Env) -> dict[str, str]:
+    """The docstring of an env by its headings in lower case; what comes before the first under an empty one."""
+    text = inspect.cleandoc(type(env.unwrapped).__doc__ or "")
+    title, lines = "", {"": []}
+    for line in text.splitlines():
+        if heading := re.match(r"\s*#+\s*(.*?):?\s*$", line):
+            title = heading[1].casefold()
+            lines.setdefault(title, [])
+        else:
+            lines[title].append(line.strip())
+    return {title: "\n".join(found).strip() for title, found in lines.items()}
+
+
+def _listed(text: str, count: int) -> list[str]:
+    """The entries 0 to count - 1 of a list `- 0: name` or of a table `| 0 | name |`; [] unless all are there."""
+    found: dict[int, str] = {}
+    for number, name in re.findall(r"^[-*|]\s*(\d+)\s*[:|]\s*([^|\n]+)", text, re.MULTILINE):
+        found.setdefault(int(number), name.strip().replace("`", ""))
+    return [found[i] for i in range(count)] if set(range(count)) <= set(found) else []

@@ -1,0 +1,161 @@
+"""TextEnv: any Gymnasium env whose actions can be written in a reply, as a chat env.
+
+`molt_gym.make("FrozenLake-v1")` and `molt_gym.train("FrozenLake-v1")` use it by themselves.
+
+Invariants: rewards and ends are those of the env; task i is the episode that `reset(seed=i)` starts; an illegal reply
+never reaches the env.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec, load_env_creator
+
+from ..env import ChatEnv, Turn
+from ..errors import ConfigError, NotAChatEnv
+from ..messages import Conversation, Message, text_of
+from .action_text import IllegalReply, is_small, parse_action, words_for
+from .env_text import action_names, describe, observation_names, plain_ansi, purpose
+
+__all__ = ["OPTIONS", "TextEnv", "text_spec"]
+
+Describe = Callable[[gym.Env, Any, dict[str, Any]], str]
+Parse = Callable[[gym.Env, str], Any]
+OPTIONS = ("describe", "parse", "instructions", "illegal_limit")
+"""Arguments of `TextEnv` that do not belong to the env within."""
+_ENTRY = f"{__name__}:TextEnv"
+
+
+class TextEnv(ChatEnv):
+    """An env of numbers that is played by talking.
+
+    Observations are told by the env's "ansi" rendering, if it has one, else by its observation and the names that its
+    docstring gives to the parts. A reply means the action that its last line, or its last <action> tag, names by number
+    or by name. **An illegal reply** changes nothing and gives no reward: the policy is told what is legal; after
+    `illegal_limit` of them in a row the episode ends.
+
+    Args:
+        env: an id for `gymnasium.make`, or a function that makes an env.
+        describe: of the user: (env, observation, info) → text; or "module:function".
+        parse: of the user: (env, reply text) → action, or ValueError with what to write instead; or "module:function".
+        instructions: in place of what the docstring says.
+        illegal_limit: illegal replies in a row that end the episode.
+        render_mode: "ansi" to get the transcript from `render()`.
+        **kwargs: for the env.
+
+    Raises:
+        NotAChatEnv: its actions are none that can be written, and there is no `parse`.
+    """
+
+    def __init__(
+        self, env: str | Callable[..., gym.Env], *, describe: str | Describe | None = None,
+        parse: str | Parse | None = None, instructions: str | None = None, illegal_limit: int = 3,
+        render_mode: str | None = None, **kwargs: Any,
+    ) -> None:
+        super().__init__(render_mode=render_mode)
+        if isinstance(illegal_limit, bool) or not isinstance(illegal_limit, int) or illegal_limit < 1:
+            raise ConfigError(f"illegal_limit: {illegal_limit!r}; write an integer from 1 on")
+        self.env = _make(env, kwargs)
+        self._describe, self._parse = _function(describe, "describe"), _function(parse, "parse")
+        if not self._parse and not is_small(self.env.action_space):
+            self.env.close()
+            raise NotAChatEnv(f"{_id(env)}: its actions are {self.env.action_space!r:.200}, which a reply can hardly "
+                              "name; give parse='module:function', which makes an action of (env, reply text)")
+        self._limit, self._illegal, self._truncated = illegal_limit, 0, False
+        self._actions, self._parts = action_names(self.env), observation_names(self.env)
+        shown = self._describe is not None or self._parts or self.env.render_mode == "ansi"
+        self._instructions = purpose(self.env, observations=not shown) if instructions is None else instructions
+
+    def begin(self, index: int) -> list[Message]:
+        """The instructions, and the first observation of the episode of seed `index`."""
+        observation, info = self.env.reset(seed=index)
+        self._illegal, self._truncated = 0, False
+        how = ("Reply with one action: the last line of your reply must be nothing but the action"
+               + (f".\nActions: {words_for(self.env.action_space, self._actions)}."
+                  if is_small(self.env.action_space) else "."))
+        return [{"role": "system", "content": "\n\n".join(filter(None, [self._instructions, how]))},
+                {"role": "user", "content": self._seen(observation, info)}]
+
+    def answer(self, message: Message) -> Turn:
+        """The next observation; or what is legal, after a reply that names no action."""
+        try:
+            action = self._action(text_of(message))
+        except ValueError as error:
+            self._illegal += 1
+            over = self._illegal >= self._limit
+            words = f"That is no legal reply: {error}."
+            return Turn([] if over else [{"role": "user", "content": words}], terminated=over, info={"illegal": True})
+        self._illegal = 0
+        observation, reward, terminated, self._truncated, info = self.env.step(action)
+        over = bool(terminated or self._truncated)
+        return Turn([] if over else [{"role": "user", "content": self._seen(observation, info, reward)}], float(reward),
+                    over, {"illegal": False})
+
+    def step(self, action: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
+        """As of `ChatEnv`; truncated where the env within cut its episode itself."""
+        observation, reward, terminated, truncated, info = super().step(action)
+        cut = bool(terminated and self._truncated)
+        return observation, reward, terminated and not cut, truncated or cut, info
+
+    def close(self) -> None:
+        """Closes the env."""
+        self.env.close()
+
+    def _action(self, text: str) -> Any:
+        if self._parse is None:
+            return parse_action(text, self.env.action_space, self._actions)
+        action = self._parse(self.env, text)
+        if action not in self.env.action_space:
+            raise IllegalReply(f"{action!r:.80} is no action of {self.env.action_space!r:.80}")
+        return action
+
+    def _seen(self, observation: Any, info: dict[str, Any], reward: float | None = None) -> str:
+        if self._describe is not None:
+            text = self._describe(self.env, observation, info)
+        elif self.env.render_mode == "ansi":
+            text = plain_ansi(str(self.env.render()))
+        else:
+            text = describe(observation, self.env.observation_space, self._parts)
+        mask = info.get("action_mask")
+        if mask is not None and is_small(self.env.action_space) and len(mask) == getattr(self.env.action_space, "n", 0):
+            first = int(self.env.action_space.start)
+            legal = [first + i for i, allowed in enumerate(mask) if allowed]
+            text += f"\nActions that have an effect now: {words_for(self.env.action_space, self._actions, legal)}."
+        return text if reward is None else f"{text}\nLast reward: {reward:g}."
+
+
+def text_spec(spec: EnvSpec) -> EnvSpec:
+    """The spec under which `TextEnv` plays the env of another spec, with the same id and cap on turns."""
+    entry, kwargs = spec.entry_point, {"env": spec.id} | spec.kwargs
+    if not isinstance(entry, str) or gym.registry.get(spec.id) is None:
+        kwargs["env"] = entry if callable(entry) else load_env_creator(str(entry))
+    return EnvSpec(spec.id, entry_point=_ENTRY, max_episode_steps=spec.max_episode_steps, kwargs=kwargs,
+                   nondeterministic=spec.nondeterministic, vector_entry_point=f"molt_gym.vector:{spec.id}")
+
+
+def _make(env: str | Callable[..., gym.Env], kwargs: dict[str, Any]) -> gym.Env:
+    if not isinstance(env, str):
+        return env(**kwargs)
+    spec = gym.spec(env)
+    creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+    if "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()):
+        kwargs = {"render_mode": "ansi"} | kwargs
+    # The cap on turns is that of the chat env around it.
+    return gym.make(spec, max_episode_steps=-1, **kwargs)
+
+
+def _id(env: str | Callable[..., gym.Env]) -> str:
+    return env if isinstance(env, str) else getattr(env, "__name__", repr(env))
+
+
+def _function(given: Any, name: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    module, _, attribute = given.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{name}: {given!r} is no module:function ({error}); write the module and the function's "
+                          "name in it") from error
