@@ -102,7 +102,8 @@ def variants(config: PreTrainedConfig) -> dict[str, Callable[[], Step]]:
         "the same, TF32 products": lambda: Step(automodel(config, full)),
         "automodel with its FSDP2, bfloat16": lambda: Step(automodel(config, half)),
         "automodel, float32 + FSDP2 here": lambda: sharded(Step(automodel(config, full, setup=False))),
-        "the same, norms torch_fp32": lambda: sharded(Step(automodel(config, full, setup=False, rms_norm="torch_fp32"))),
+        "the same, norms torch_fp32": lambda: sharded(Step(
+            automodel(config, full, setup=False, rms_norm="torch_fp32"))),
         "the same, dense mask": lambda: sharded(Step(automodel(config, full, setup=False), dense_mask)),
     }
 
