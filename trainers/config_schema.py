@@ -264,6 +264,10 @@ class ActorConfig(Section):
     """Gradients are clipped to this norm."""
     micro_batch_tokens: Count = 2048
     """Most tokens of a forward pass; a longer row gets one of its own."""
+    logprob_micro_batch_tokens: Count | None = None
+    """The same for passes without gradients; without it, 4 times micro_batch_tokens."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """Precision of logits: that of the model, or float32, which costs little."""
     world_size: Count = 1
     """Processes that share the update."""
 

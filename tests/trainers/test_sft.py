@@ -25,7 +25,7 @@ from molt_gym.trainers.config import load_settings
 from molt_gym.trainers.run_dir import RunDir
 from molt_gym.trainers.sft_config import SftConfig
 from molt_gym.trainers.sft_data import Example
-from molt_gym.trainers.sft_loop import first_fit, window
+from molt_gym.trainers.sft_loop import window
 
 ROWS = [{"messages": [{"role": "user", "content": f"What is {n} + 1?"},
                       {"role": "assistant", "content": f"The number is {n + 1}." + " again" * (n % 3)}]}
@@ -83,12 +83,6 @@ def test_the_gradient_is_the_mean_over_all_tokens_however_they_are_cut(
         found += 1
     size = sum(len(part) + 1 for part in parts)
     assert weight.grad.item() == pytest.approx(mean) and found == 1 + (size > limit)
-
-
-@pytest.mark.parametrize(("sizes", "limit", "bins"), [
-    ([5, 5, 5, 5], 10, [0, 0, 1, 1]), ([5, 3, 7, 2, 6], 10, [0, 0, 1, 0, 2]), ([30, 4], 10, [0, 1])])
-def test_conversations_are_packed_first_fit(sizes: list[int], limit: int, bins: list[int]) -> None:
-    assert first_fit(sizes, limit) == bins
 
 
 def test_losses_are_those_of_plain_transformers_and_fall(

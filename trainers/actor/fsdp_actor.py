@@ -5,32 +5,33 @@ a row that has no gradient is not computed, yet it counts in the weights of the 
 changes nothing and is counted; a reference model or a critic is there only if it is used.
 """
 
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
-
-from molt_gym.errors import ConfigError
 
 from ..algorithms.importance import importance_coefficients
 from ..algorithms.kl import kl_loss
 from ..algorithms.losses import LossOptions, aggregate, policy_loss, value_loss
 from ..algorithms.metrics import Metrics, add, mean_of, means
 from ..config import Config
-from .model import Policy, load_policy, reshard
-from .packing import MicroBatch, TrainRow, balance, collate, micro_batches
+from .attention import Visible
+from .model import Policy, Told, load_policy, reshard
+from .packing import MicroBatch, TrainRow, Trie, balance, collate, micro_batches
 from .scoring import Scores, Scoring, token_advantages
+from .state import StateWriter, read_state
 from .trained import Trained
+
+Tell = Callable[[MicroBatch], Tensor]
+"""Something of each trained token, [N]."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,15 @@ class FsdpActor:
         self._device = torch.device("cuda", self._rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         self._export_dtype = AutoConfig.from_pretrained(spec.path).dtype or torch.float32
         load = partial(load_policy, device=self._device, ranks=self._ranks, compute=spec.dtype,
-                       max_context=spec.config.rollout.max_context)
+                       max_context=spec.config.rollout.max_context, exact=spec.config.actor.head_dtype == "float32")
         self._scoring, critic = Scoring.of(spec.config), self._config.critic
         self._learner = Trained(load(spec.path), self._config.actor, spec.total_updates)
         self._policy = self._learner.policy
         self._critic = Trained(load(spec.path, critic=True), self._config.actor.model_copy(update={"lr": critic.lr}),
                                spec.total_updates) if self._scoring.critic else None
         self._reference = load(spec.reference or spec.path, frozen=True) if self._scoring.frozen else None
-        self._kl = 0.0
+        self._writer = StateWriter()
+        self._kl = self._pair_cost = 0.0
         self.updates = 0
 
     def train(self, windows: Sequence[Sequence[TrainRow]], kl: float | None = None) -> dict[str, float]:
@@ -94,13 +96,9 @@ class FsdpActor:
         loss_of: Callable[[MicroBatch], tuple[Tensor, Metrics]], names: tuple[str, str],
     ) -> Metrics:
         """One update on some rows of the window; names: prefixes of the metrics of loss and optimizer."""
-        batches, steps = self._share(rows)
         total: Metrics = {}
-        for step in range(steps):
-            learner.policy.set_requires_gradient_sync(step == steps - 1)
-            # Every rank must take part in every forward and backward pass; those with no rows left lend one.
-            own = step < len(batches)
-            batch = batches[step] if own else self._lent(window)
+        for batch, own, last in self._dealt(rows, self._config.actor.micro_batch_tokens, window):
+            learner.policy.set_requires_gradient_sync(last)
             loss, metrics = loss_of(batch)
             (loss if own else loss * 0).backward()
             if own:
@@ -119,24 +117,32 @@ class FsdpActor:
             _, metrics = self._loss(self._lent(window))
         return metrics if self._rank == 0 else {}
 
+    def _dealt(
+        self, rows: Sequence[TrainRow], limit: int, window: Sequence[TrainRow]
+    ) -> Iterator[tuple[MicroBatch, bool, bool]]:
+        """This rank's micro-batches of at most `limit` tokens; whether its rows are this rank's own, and the last.
+
+        Every rank must take part in every forward and backward pass; those with no rows left lend one of `window`.
+        """
+        shares = [micro_batches(part, limit) for part in balance(rows, self._ranks, self._pair_cost)]
+        own, steps = shares[self._rank], max(map(len, shares))
+        for step in range(steps):
+            mine = step < len(own)
+            yield self._collate(own[step]) if mine else self._lent(window), mine, step == steps - 1
+
     def _lent(self, window: Sequence[TrainRow]) -> MicroBatch:
-        return collate(micro_batches(window[:1], self._config.actor.micro_batch_tokens)[0], self._device)
+        shortest = min(window, key=lambda row: (not any(row.mask), len(row.ids)))
+        return self._collate(micro_batches([shortest], len(shortest.ids))[0])
 
-    def _share(self, rows: Sequence[TrainRow]) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches, and how many passes all ranks make."""
-        shares = [micro_batches(part, self._config.actor.micro_batch_tokens) for part in balance(rows, self._ranks)]
-        return [collate(tries, self._device) for tries in shares[self._rank]], max(map(len, shares))
+    def _collate(self, tries: Sequence[Trie]) -> MicroBatch:
+        return collate(tries, self._device, Visible.multiple(self._device))
 
-    def _logprobs(self, batch: MicroBatch, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
-        """[N] log π of the trainable tokens; [S, V] logits under the sampling temperature and [S] their logsumexp."""
-        scaled, temperature = policy(batch).float(), self._config.rollout.temperature
-        if temperature != 1:
-            scaled = scaled / temperature
-        lse = scaled.logsumexp(-1)
-        return scaled[batch.source_of, batch.targets] - lse[batch.source_of], scaled, lse
+    def _told(self, batch: MicroBatch, policy: Policy, *, entropy: bool = False) -> Told:
+        return policy(batch, self._config.rollout.temperature, entropy=entropy)
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        logp, scaled, lse = self._logprobs(batch, self._policy)
+        told = self._told(batch, self._policy, entropy=True)
+        logp, entropy = told.logprobs, told.entropy
         known = [row.old_logprobs for row in batch.order]
         old = logp.detach() if None in known else logp.new_tensor([value for values in known for value in values])
         algorithm = self._config.algorithm
@@ -149,8 +155,6 @@ class FsdpActor:
         loss, more = policy_loss(algorithm.loss, logp, old, batch.advantages, batch.weights, batch.rows,
                                  coefficients=coefficients, options=options)
         metrics |= more
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._scoring.entropy):
-            entropy = (lse - torch.einsum("sv,sv->s", (scaled - lse[:, None]).exp_(), scaled))[batch.source_of]
         metrics["policy/entropy"] = mean_of(entropy)
         if self._scoring.entropy:
             loss = loss - algorithm.entropy_coefficient * aggregate(entropy, batch.weights)
@@ -160,49 +164,50 @@ class FsdpActor:
             loss, metrics = loss + self._kl * distance, metrics | more
         return loss, metrics
 
-    def _values(self, batch: MicroBatch) -> Tensor:
-        """[N] of the critic, before each trainable token."""
-        return self._critic.policy(batch).float()[batch.source_of, 0]
-
     def _value_loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        return value_loss(self._values(batch), batch.values, batch.returns, batch.weights,
+        return value_loss(self._critic.policy(batch).values, batch.values, batch.returns, batch.weights,
                           self._config.critic.value_clip)
 
     def _prepare(self, rows: Sequence[TrainRow], several: bool) -> Metrics:
         """Score rows and give tokens their advantages, as far as the updates need it; several: of them."""
-        scoring, metrics, old = self._scoring, {}, {}
+        scoring, metrics = self._scoring, {}
+        tell: dict[str, Tell] = {}
         if scoring.kl_reward or several:
-            old = self._score([row for row in rows if row.teaches or scoring.per_token or scoring.all_rows])
+            tell["old"] = lambda batch: self._told(batch, self._policy).logprobs
         if self._reference is not None:
-            reference = self._score(rows, lambda batch: self._logprobs(batch, self._reference)[0])
+            tell["reference"] = lambda batch: self._told(batch, self._reference).logprobs
+        if self._critic is not None:
+            tell["values"] = lambda batch: self._critic.policy(batch).values
+        every = scoring.per_token or scoring.all_rows
+        found = self._score([row for row in rows if row.teaches or every], tell)
+        if self._reference is not None:
             reshard(self._reference)
             for row in rows:
-                row.ref_logprobs = reference[row.row]
+                row.ref_logprobs = found["reference"][row.row]
         if scoring.per_token:
-            values = self._score(rows, self._values) if self._critic else {}
-            metrics = token_advantages(rows, old, values, self._config, self._kl)
+            metrics = token_advantages(rows, found.get("old", {}), found.get("values", {}), self._config, self._kl)
         for row in rows if several else ():
             # In the first update of a batch π is π_old.
-            row.old_logprobs = old.get(row.row)
+            row.old_logprobs = found["old"].get(row.row)
         return {name: value.to(self._device) for name, value in metrics.items()} if self._rank == 0 else {}
 
     @torch.no_grad()
-    def _score(self, rows: Sequence[TrainRow], tell: Callable[[MicroBatch], Tensor] | None = None) -> Scores:
-        """What `tell` says of the trained tokens, log π by default; all ranks need it for their shares of windows."""
-        batches, steps = self._share(rows)
-        found: Scores = {}
-        for step in range(steps):
-            batch = batches[step] if step < len(batches) else self._lent(rows)
-            values = (tell(batch) if tell else self._logprobs(batch, self._policy)[0]).tolist()
-            for row in batch.order if step < len(batches) else ():
-                found[row.row], values = values[: len(row.trained)], values[len(row.trained) :]
-        everything: list[Scores] = [{}] * self._ranks
+    def _score(self, rows: Sequence[TrainRow], tell: Mapping[str, Tell]) -> dict[str, Scores]:
+        """What each of `tell` says of the trained tokens; all ranks need it for their shares of windows."""
+        found: dict[str, Scores] = {name: {} for name in tell}
+        limit = self._config.actor.logprob_micro_batch_tokens or 4 * self._config.actor.micro_batch_tokens
+        for batch, own, _ in self._dealt(rows, limit, rows) if tell else ():
+            for name, one in tell.items():
+                values = one(batch).tolist()
+                for row in batch.order if own else ():
+                    found[name][row.row], values = values[: len(row.trained)], values[len(row.trained) :]
+        everything: list[dict[str, Scores]] = [{}] * self._ranks
         dist.all_gather_object(everything, found)
-        return {row: values for part in everything for row, values in part.items()}
+        return {name: {row: values for part in everything for row, values in part[name].items()} for name in tell}
 
     def score(self, rows: Sequence[TrainRow]) -> list[list[float]]:
         """log π of each row's trained tokens, under the sampling temperature; all ranks must call."""
-        found = self._score(rows)
+        found = self._score(rows, {"now": lambda batch: self._told(batch, self._policy).logprobs})["now"]
         reshard(self._policy)
         return [found[row.row] for row in rows]
 
@@ -210,8 +215,7 @@ class FsdpActor:
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each id but the first, at temperature 1; all ranks must call."""
         row = TrainRow(list(ids), [1] * len(ids), [0.0] * len(ids), 0.0, 0.0, 0, 0)
-        batch = collate(micro_batches([row], len(ids))[0], self._device)
-        return self._policy(batch).float().log_softmax(-1)[batch.source_of, batch.targets].tolist()
+        return self._policy(self._collate(micro_batches([row], len(ids))[0])).logprobs.tolist()
 
     def _sum_over_ranks(self, metrics: Metrics) -> Metrics:
         everything: list[Metrics] = [{}] * self._ranks
@@ -233,18 +237,13 @@ class FsdpActor:
         critic = {"critic": self._critic.state()} if self._critic else {}
         return {**self._learner.state(), **critic, "updates": torch.tensor(self.updates)}
 
-    def save(self, folder: Path) -> None:
-        """Write a sharded checkpoint.
+    def begin_save(self, folder: Path) -> "Future[None]":
+        """Begin to write a sharded checkpoint of the state now; see `StateWriter.begin`."""
+        return self._writer.begin(self._state(), folder)
 
-        Raises:
-            OSError: the disk is full or refuses, for some rank.
-        """
-        try:
-            dcp.save(self._state(), checkpoint_id=folder)
-        except CheckpointException as error:
-            # Torch's writer loses the reason, which is often a full disk.
-            free = shutil.disk_usage(folder.parent).free >> 20
-            raise OSError(f"cannot write {folder}: {_cause(error)}; {free} MB are free there") from error
+    def save(self, folder: Path) -> None:
+        """Write a sharded checkpoint."""
+        self.begin_save(folder).result()
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -254,11 +253,7 @@ class FsdpActor:
             ConfigError: it is not of this model.
         """
         state = self._state()
-        try:
-            dcp.load(state, checkpoint_id=folder)
-        except CheckpointException as error:
-            raise ConfigError(f"model: {folder} was saved from another one than {self._spec.path}; "
-                              f"{_cause(error)}") from error
+        read_state(state, folder, self._spec.path)
         self.updates = int(state["updates"])
         # A forward pass that no backward pass followed leaves the old weights gathered.
         for learner in filter(None, (self._learner, self._critic)):
@@ -291,10 +286,6 @@ class FsdpActor:
             self._reference.to(device)
         torch.cuda.empty_cache()
 
-    def close(self) -> None:
-        """Nothing that the process does not own."""
-
-
-def _cause(error: CheckpointException) -> str:
-    """What was raised within a checkpoint call, which wraps it in something that is no Exception."""
-    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+    def close(self, timeout: float = 0.0) -> None:
+        """Wait so many seconds for what is being written."""
+        self._writer.close(timeout)

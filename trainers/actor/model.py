@@ -5,6 +5,7 @@ scored only; gradients are sums over ranks.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,42 +14,62 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..architecture import check_architecture
+from .attention import ATTENTION
+from .head import score
 from .packing import MicroBatch
 
 
+class Told(NamedTuple):
+    """What a model says of the N trainable tokens of a batch, each [N] and float32; a tuple, as FSDP looks into it.
+
+    logprobs, entropy: under a temperature, entropy where it was asked for. values: of a critic, before each token.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
 class Policy(nn.Module):
-    """The decoder, and the head on the positions that are scored only."""
+    """The decoder, and the head on the positions that are scored only.
 
-    def __init__(self, model: nn.Module) -> None:
+    critic: the head tells values. exact: it computes in float32.
+    """
+
+    def __init__(self, model: nn.Module, *, critic: bool = False, exact: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._critic, self._exact = model, critic, exact
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """[S, V] logits at the positions that are scored."""
+    def forward(self, batch: MicroBatch, temperature: float = 1.0, *, entropy: bool = False) -> Told:
+        """What is said of the batch's trainable tokens."""
         hidden = self.model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                       attention_mask=batch.attention_mask, use_cache=False).last_hidden_state
-        return self.model.get_output_embeddings()(hidden.flatten(0, 1)[batch.sources])
+                                       use_cache=False, visible=batch.visible).last_hidden_state
+        hidden, head = hidden[0, batch.sources], self.model.get_output_embeddings()
+        if self._critic:
+            return Told(values=head(hidden).float()[batch.source_of, 0])
+        return Told(*score(hidden, head, batch, temperature=temperature, entropy=entropy, exact=self._exact))
 
 
 def load_policy(
     path: str | Path, device: torch.device, ranks: int, compute: torch.dtype, max_context: int, *,
-    frozen: bool = False, critic: bool = False,
+    frozen: bool = False, critic: bool = False, exact: bool = False,
 ) -> Policy:
     """The model of a folder, sharded over all ranks: in float32, or frozen in the precision that it computes in.
 
-    critic: with a head of one output, which is 0 at first, for the value before each token.
+    critic: with a head of one output, which is 0 at first, for the value before each token. exact: with a head that
+    computes in float32.
 
     Raises:
         ConfigError: it is of a kind that is not supported.
     """
     check_architecture(AutoConfig.from_pretrained(path), max_context)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=compute if frozen else torch.float32,
-                                                 attn_implementation="sdpa")
+                                                 attn_implementation=ATTENTION)
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)
         model.set_output_embeddings(head)
-    policy = Policy(model.to(device).eval()).requires_grad_(not frozen)
+    policy = Policy(model.to(device).eval(), critic=critic, exact=exact).requires_grad_(not frozen)
     options = {"mesh": init_device_mesh(device.type, (ranks,)), "reshard_after_forward": ranks > 1,
                "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
     for layer in model.base_model.layers:

@@ -1,19 +1,26 @@
 """Rows of one task share their prompt, and often more: each shared token is computed once.
 
-The rows of a group form a trie. Its tokens are laid out in one sequence in which every token attends to its ancestors
-alone and has its depth as position, so hidden states and gradients equal those of the separate rows (a prefix tree
-attention; the layout needs full attention over an arbitrary mask). Invariants: masks come from provenance, never from
-the value of an id; every trainable token is scored by the hidden state of its predecessor in its own row.
+The rows of a group form a trie. Its tokens are laid out depth first in one sequence in which every token attends to its
+ancestors alone and has its depth as position, so hidden states and gradients equal those of the separate rows (a prefix
+tree attention). What follows a token in any row is then an interval behind it, and so it is with tries side by side.
+Invariants: masks come from provenance, never from the value of an id; every trainable token is scored by the hidden
+state of its predecessor in its own row.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from molt_gym.tokens import Row, RowRef
+
+from .attention import Visible
+from .balance import first_fit, karmarkar_karp
+from .head import chunk_edges
 
 
 @dataclass
@@ -91,42 +98,36 @@ def train_row(
 
 @dataclass
 class Trie:
-    """Rows over shared tokens; `paths[i][j]` is where token j of row i lies in `ids`."""
+    """Rows over shared tokens; `paths[i][j]` is where token j of row i lies in `ids`, `ends[k]` where what follows
+    token k in any row ends.
+    """
 
     rows: list[TrainRow]
     ids: list[int]
     positions: list[int]
+    ends: list[int]
     paths: list[list[int]]
-
-    def attention(self) -> Tensor:
-        """[T, T] bool: each token sees its ancestors and itself."""
-        mask = torch.eye(len(self.ids), dtype=torch.bool)
-        known = 0
-        for path in self.paths:
-            shared = sum(1 for node in path if node < known)
-            fresh = len(path) - shared
-            if fresh:
-                new = slice(path[shared], path[-1] + 1)
-                mask[new, path[:shared]] = True
-                mask[new, new] = torch.ones(fresh, fresh, dtype=torch.bool).tril()
-                known = path[-1] + 1
-        return mask
 
 
 @dataclass
 class MicroBatch:
-    """Tries side by side, and the flat list of their trainable tokens [N].
+    """Tries side by side in one sequence of T tokens, and the flat list of their trainable tokens [N].
 
-    input_ids, position_ids: [B, T]. attention_mask: [B, 1, T, T] bool. sources: [S] positions in [B·T] whose logits are
-    needed; source_of: [N] index into them. targets, behaviour, advantages, weights, rows: [N]. order: the rows, in the
-    order of their tokens in the flat list. reference, values, returns: [N], where all rows have them.
+    input_ids, position_ids: [1, T]. ends: [T], token q sees token k if and only if k <= q < ends[k]. tokens: without
+    padding, which is at the end and sees itself. sources: [S] positions whose logits are needed, in ascending order.
+    source_of: [N] index into them; by_source, edges: see `head.Targets`. targets, behaviour, advantages, weights, rows:
+    [N]. order: the rows, in the order of their tokens in the flat list. reference, values, returns: [N], where all rows
+    have them.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_mask: Tensor
+    ends: Tensor
+    tokens: int
     sources: Tensor
     source_of: Tensor
+    by_source: Tensor
+    edges: list[int]
     targets: Tensor
     behaviour: Tensor
     advantages: Tensor
@@ -137,60 +138,71 @@ class MicroBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
 
+    @cached_property
+    def visible(self) -> Visible:
+        """What sees what."""
+        return Visible(self.ends)
+
 
 def build_trie(rows: Sequence[TrainRow]) -> Trie:
     """Lay out rows so that a common beginning stands once."""
     ordered = sorted(rows, key=lambda row: (row.ids, row.row))
-    trie = Trie(ordered, [], [], [])
+    trie = Trie(ordered, [], [], [], [])
     previous, path = [], []
     for row in ordered:
-        # In sorted order no earlier row shares more with this one than the last does.
-        shared = _common_prefix(previous, row.ids)
-        start = len(trie.ids)
+        # In sorted order no earlier row shares more with this one than the last does, and no later one shares what
+        # the last does not.
+        shared, start = _common_prefix(previous, row.ids), len(trie.ids)
+        for node in path[shared:]:
+            trie.ends[node] = start
         path = path[:shared] + list(range(start, start + len(row.ids) - shared))
         trie.ids += row.ids[shared:]
         trie.positions += range(shared, len(row.ids))
+        trie.ends += [0] * (len(row.ids) - shared)
         trie.paths.append(path)
         previous = row.ids
+    for node in path:
+        trie.ends[node] = len(trie.ids)
     return trie
 
 
 def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[list[Trie]]:
-    """Tries of at most `max_tokens` tokens (a longer row has one of its own), batched within `max_tokens` with padding.
+    """Tries of at most `max_tokens` tokens (a longer row has one of its own), in batches of at most `max_tokens`.
 
-    Tries are of one group each and sorted by size, so that little is padding.
+    Tries are of one group each, and batches are filled by first fit, the largest tries first.
     """
     tries: list[Trie] = []
     for group in _groups(rows):
         tries += _split(sorted(group, key=lambda row: (row.ids, row.row)), max_tokens)
-    batches: list[list[Trie]] = []
-    for trie in sorted(tries, key=lambda trie: -len(trie.ids)):
-        if batches and len(batches[-1][0].ids) * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(trie)
-        else:
-            batches.append([trie])
+    tries.sort(key=lambda trie: -len(trie.ids))
+    bins = first_fit([len(trie.ids) for trie in tries], max_tokens)
+    batches: list[list[Trie]] = [[] for _ in range(max(bins, default=-1) + 1)]
+    for trie, place in zip(tries, bins, strict=True):
+        batches[place].append(trie)
     return batches
 
 
-def collate(tries: Sequence[Trie], device: torch.device) -> MicroBatch:
-    """Pad tries to one length; padding attends to itself and is never scored."""
-    width = max(len(trie.ids) for trie in tries)
-    input_ids = torch.zeros(len(tries), width, dtype=torch.long)
-    position_ids = torch.zeros_like(input_ids)
-    mask = torch.eye(width, dtype=torch.bool).expand(len(tries), 1, width, width).clone()
-    sources: dict[int, int] = {}
-    source_of, tokens = [], []
-    for b, trie in enumerate(tries):
-        size = len(trie.ids)
-        input_ids[b, :size] = torch.tensor(trie.ids)
-        position_ids[b, :size] = torch.tensor(trie.positions)
-        mask[b, 0, :size, :size] = trie.attention()
+def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> MicroBatch:
+    """Lay tries out side by side, and pad the sequence to a multiple of that."""
+    ids: list[int] = []
+    places: list[int] = []
+    ends: list[int] = []
+    scored, tokens = [], []
+    for trie in tries:
+        start = len(ids)
+        ids += trie.ids
+        places += trie.positions
+        ends += [end + start for end in trie.ends]
         for row, path in zip(trie.rows, trie.paths, strict=True):
             positions = row.trained
             advantages = [row.advantage] * len(positions) if row.advantages is None else row.advantages
             for position, advantage in zip(positions, advantages, strict=True):
-                source_of.append(sources.setdefault(b * width + path[position - 1], len(sources)))
+                scored.append(start + path[position - 1])
                 tokens.append((row.ids[position], row.logprobs[position], advantage, row.weight, row.row))
+    size, padding = len(ids), -len(ids) % multiple
+    ends += range(size + 1, size + padding + 1)
+    sources, source_of = torch.tensor(scored, dtype=torch.long).unique(return_inverse=True)
+    by_source = source_of.argsort(stable=True)
     targets, behaviour, advantages, weights, numbers = zip(*tokens, strict=True) if tokens else ((),) * 5
 
     def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
@@ -203,22 +215,24 @@ def collate(tries: Sequence[Trie], device: torch.device) -> MicroBatch:
         return None if None in parts else flat((value for part in parts for value in part), torch.float32)
 
     return MicroBatch(
-        input_ids.to(device), position_ids.to(device), mask.to(device), flat(sources, torch.long),
-        flat(source_of, torch.long), flat(targets, torch.long), flat(behaviour, torch.float32),
+        flat(ids + [0] * padding, torch.long)[None], flat(places + [0] * padding, torch.long)[None],
+        flat(ends, torch.long), size, sources.to(device), source_of.to(device), by_source.to(device),
+        chunk_edges(source_of[by_source], len(sources)), flat(targets, torch.long), flat(behaviour, torch.float32),
         flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long), order,
         known("ref_logprobs"), known("values"), known("returns"))
 
 
-def balance(rows: Sequence[TrainRow], shares: int) -> list[list[TrainRow]]:
-    """Whole groups dealt to `shares` ranks, the largest first and each to the rank with the fewest tokens."""
-    dealt: list[list[TrainRow]] = [[] for _ in range(shares)]
-    loads = [0] * shares
-    sized = [(len(build_trie(group).ids), group) for group in _groups(rows)]
-    for size, group in sorted(sized, key=lambda pair: -pair[0]):
-        lightest = loads.index(min(loads))
-        dealt[lightest] += group
-        loads[lightest] += size
-    return dealt
+def balance(rows: Sequence[TrainRow], shares: int, pair_cost: float = 0.0) -> list[list[TrainRow]]:
+    """Whole groups dealt to `shares` ranks, so that these have about the same to compute.
+
+    pair_cost: of a token that sees another, in tokens.
+    """
+    groups = _groups(rows)
+    costs = []
+    for group in groups:
+        ends = build_trie(group).ends
+        costs.append(len(ends) + pair_cost * (sum(ends) - len(ends) * (len(ends) - 1) / 2))
+    return [[row for place in share for row in groups[place]] for share in karmarkar_karp(costs, shares)]
 
 
 def _groups(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
@@ -241,5 +255,5 @@ def _split(ordered: Sequence[TrainRow], max_tokens: int) -> list[Trie]:
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)
+    # Comparing slices is much faster than comparing ids one by one.
+    return bisect_left(range(min(len(a), len(b))), 1, key=lambda last: a[: last + 1] != b[: last + 1])

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from molt_gym.trainers.actor.packing import MicroBatch, TrainRow, balance, build_trie, collate, micro_batches
+from molt_gym.trainers.actor.attention import ATTENTION
+from molt_gym.trainers.actor.balance import first_fit, karmarkar_karp
+from molt_gym.trainers.actor.model import Policy
+from molt_gym.trainers.actor.packing import TrainRow, balance, build_trie, collate, micro_batches
 
 CPU = torch.device("cpu")
 
@@ -33,11 +36,10 @@ def model(model_path: Callable[..., Path]) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def packed_logprobs(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
-                              attention_mask=batch.attention_mask).last_hidden_state
-    logs = model.lm_head(hidden.flatten(0, 1)[batch.sources]).log_softmax(-1)
-    return logs[batch.source_of, batch.targets]
+@pytest.fixture(scope="module")
+def policy(model_path: Callable[..., Path]) -> Policy:
+    return Policy(AutoModelForCausalLM.from_pretrained(
+        model_path(), dtype=torch.float32, attn_implementation=ATTENTION).eval())
 
 
 def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
@@ -48,23 +50,24 @@ def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=rows_of_groups(), limit=st.integers(1, 60))
+@given(rows=rows_of_groups(), limit=st.integers(1, 60), multiple=st.sampled_from([1, 1, 7]))
 def test_packed_log_probs_and_gradients_equal_those_of_separate_rows(
-    model: torch.nn.Module, plain_logprobs: Callable[..., list[Tensor]], rows: list[TrainRow], limit: int
+    model: torch.nn.Module, policy: Policy, plain_logprobs: Callable[..., list[Tensor]], rows: list[TrainRow],
+    limit: int, multiple: int,
 ) -> None:
     factors = torch.linspace(-1, 1, 16)
     expected = {row.row: logp for row, logp in zip(rows, plain_logprobs(model, rows), strict=True)}
     wanted = gradient(model, sum((factors[row.row] * expected[row.row]).sum() for row in rows))
     found: dict[int, Tensor] = {}
     loss = torch.zeros(())
-    for batch in (collate(tries, CPU) for tries in micro_batches(rows, limit)):
-        logps = packed_logprobs(model, batch).split([len(row.trained) for row in batch.order])
+    for batch in (collate(tries, CPU, multiple) for tries in micro_batches(rows, limit)):
+        logps = policy(batch).logprobs.split([len(row.trained) for row in batch.order])
         found |= {row.row: logp for row, logp in zip(batch.order, logps, strict=True)}
         loss = loss + (factors[batch.rows] * torch.cat(logps)).sum()
     assert found.keys() == expected.keys()
     for number, logp in found.items():
         torch.testing.assert_close(logp, expected[number], rtol=0, atol=1e-5)
-    torch.testing.assert_close(gradient(model, loss), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient(policy, loss), wanted, rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None)
@@ -96,13 +99,11 @@ def test_advantages_and_references_of_tokens_stay_with_their_tokens(rows: list[T
 
 @settings(deadline=None)
 @given(rows=rows_of_groups(), limit=st.integers(1, 60))
-def test_micro_batches_with_their_padding_stay_within_the_limit_but_for_a_longer_row(
-    rows: list[TrainRow], limit: int
-) -> None:
+def test_micro_batches_stay_within_the_limit_but_for_a_longer_row(rows: list[TrainRow], limit: int) -> None:
     for tries in micro_batches(rows, limit):
-        padded = collate(tries, CPU).input_ids.numel()
+        size = collate(tries, CPU).input_ids.numel()
         longest = max(len(row.ids) for trie in tries for row in trie.rows)
-        assert padded <= limit or (len(tries) == 1 and padded == longest)
+        assert size <= limit or (len(tries) == 1 and size == longest)
 
 
 def test_a_shared_beginning_stands_once() -> None:
@@ -131,13 +132,11 @@ def test_an_end_token_is_trained_and_seen_also_where_its_id_is_that_of_padding(e
     rows = [TrainRow([7, end, 8, 9, end], [0, 0, 0, 1, 1], [0.0] * 5, 1.0, 1.0, 0, 0),
             TrainRow([7] * 8, [0] * 7 + [1], [0.0] * 8, 1.0, 1.0, 1, 1)]
     (tries,) = micro_batches(rows, 100)
-    batch = collate(tries, CPU)
+    batch = collate(tries, CPU, multiple=8)
     assert batch.targets.tolist() == [7, 9, end]
-    visible = batch.attention_mask[1, 0, :5, :5]
-    assert torch.equal(visible, torch.ones(5, 5, dtype=torch.bool).tril())
+    assert batch.input_ids[0, 8:13].tolist() == rows[0].ids and batch.position_ids[0, 8:13].tolist() == [*range(5)]
     # Padding sees itself alone, and nobody sees it.
-    assert torch.equal(batch.attention_mask[1, 0, 5:], torch.eye(8, dtype=torch.bool)[5:])
-    assert not batch.attention_mask[1, 0, :5, 5:].any()
+    assert batch.ends.tolist() == [8] * 8 + [13] * 5 + [14, 15, 16]
 
 
 @settings(deadline=None)

@@ -1,0 +1,110 @@
+"""Attention over packed sequences, for any transformers model whose layers ask the attention interface.
+
+Invariant: token q sees token k if and only if k <= q < ends[k]. Rows side by side, and tries in depth-first order, are
+both that. What sees what is an argument of the forward pass, so layers that are recomputed in the backward pass see
+what they saw.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface
+
+ATTENTION = "molt_gym_packed"
+"""Name of this attention among those of transformers; the model must be called with `visible`."""
+BLOCK = 128
+"""Tokens of a block of the sparse mask."""
+_DENSE = 256
+"""Neighbours that see nothing of each other are still computed together up to so many tokens."""
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What sees what in one packed sequence: `ends` [T], on the device of the model."""
+
+    ends: Tensor
+
+    @staticmethod
+    def multiple(device: torch.device) -> int:
+        """What the length of a sequence has to be a multiple of there."""
+        return BLOCK if device.type == "cuda" else 1
+
+    @cached_property
+    def stretches(self) -> list[tuple[int, int, Tensor | None]]:
+        """Parts (start, stop, [stop - start]² bool) that see nothing of each other; no mask where all is causal."""
+        ends = self.ends.cpu()
+        size = len(ends)
+        free = ends.cummax(0).values[:-1] <= torch.arange(1, size)
+        cuts = [0, *(free.nonzero().flatten() + 1).tolist(), size]
+        kept = [0]
+        for cut, following in zip(cuts[1:-1], cuts[2:], strict=True):
+            if following - kept[-1] > _DENSE:
+                kept.append(cut)
+        found = []
+        for start, stop in zip(kept, [*kept[1:], size], strict=True):
+            places = torch.arange(start, stop)
+            mask = (places <= places[:, None]) & (places[:, None] < ends[start:stop])
+            causal = bool((ends[start:stop] == stop).all())
+            found.append((start, stop, None if causal else mask.to(self.ends.device)))
+        return found
+
+    @cached_property
+    def blocks(self) -> BlockMask:
+        """For flex attention; the length must be a multiple of `BLOCK`."""
+        ends, size = self.ends, len(self.ends)
+        parts = ends.view(-1, BLOCK)
+        number = torch.arange(len(parts), device=ends.device)
+        below = number <= number[:, None]
+        seen = below & (parts.amax(1) > number[:, None] * BLOCK)
+        whole = (number < number[:, None]) & (parts.amin(1) >= (number[:, None] + 1) * BLOCK)
+
+        def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+            order = (~chosen).to(torch.int32).argsort(dim=-1, stable=True)
+            return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < ends[key])
+
+        return BlockMask.from_kv_blocks(*listed(seen & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees,
+                                        seq_lengths=(size, size))
+
+
+def attend(
+    _module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None = None, *,
+    visible: Visible, scaling: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:
+    """Grouped-query attention: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
+    if query.device.type == "cuda":
+        out = sparse(query, key, value, visible, scaling)
+    else:
+        out = torch.cat([
+            F.scaled_dot_product_attention(
+                query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], attn_mask=mask,
+                is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+            for start, stop, mask in visible.stretches], 2)
+    return out.transpose(1, 2), None
+
+
+def sparse(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float | None = None) -> Tensor:
+    """The same by flex attention, which computes only blocks in which something is seen; [1, H, T, D]."""
+    heads, groups = query.shape[1], key.shape[1]
+    if heads & (heads - 1):
+        # The kernels take heads of a group together only where their number is a power of two.
+        key, value = (tensor.repeat_interleave(heads // groups, 1) for tensor in (key, value))
+    compiled = query.device.type == "cuda" and not torch.compiler.is_compiling()
+    run = _compiled() if compiled else flex_attention
+    return run(query, key, value, block_mask=visible.blocks, scale=scaling, enable_gqa=heads != key.shape[1])
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    # Without fullgraph, torch would fall back to a product of all tokens with all after a few recompilations.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+AttentionInterface.register(ATTENTION, attend)
