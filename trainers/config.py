@@ -238,7 +238,8 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(repr(choice) for choice in arguments)
     if get_origin(annotation) is tuple:
-        return f"a list of {len(arguments)}, each {_describe(arguments[0])}"
+        size = "" if arguments[-1] is Ellipsis else f" of {len(arguments)}"
+        return f"a list{size}, each {_describe(arguments[0])}"
     if type(None) in arguments:
         return _describe(arguments[0], metadata) + ", or leave it out"
     if get_origin(annotation) is dict:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from .algorithms.validation import Settings, problems
 
@@ -18,6 +18,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _engine_contradictions(config)
     yield from _placement_contradictions(config)
     yield from _mixture_contradictions(config)
+    yield from _actor_contradictions(config)
     rollout, evaluation = config.rollout, config.eval
     if rollout.max_tokens >= rollout.max_context:
         yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
@@ -47,13 +48,41 @@ def _mixture_contradictions(config: Config) -> Iterator[str]:
 
 def _batch_contradictions(config: Config) -> Iterator[str]:
     groups, size = config.rollout.groups_per_step, config.rollout.group_size
-    updates, ranks = config.algorithm.updates_per_batch, config.actor.world_size
+    updates, parts = config.algorithm.updates_per_batch, config.actor.tp * config.actor.cp
+    ranks, left = divmod(config.actor.world_size, parts)
+    if left:
+        yield (f"actor.world_size: {config.actor.world_size} is no multiple of actor.tp × actor.cp = {config.actor.tp} "
+               f"× {config.actor.cp}; write {(ranks + 1) * parts} or smaller parts")
+        return
     if groups % updates:
         yield (f"algorithm.updates_per_batch: {updates} does not divide rollout.groups_per_step = {groups}; write a "
                f"divisor of it or rollout.groups_per_step = {-(-groups // updates) * updates}")
     elif (rollouts := groups // updates * size) % ranks:
-        yield (f"actor.world_size: {ranks} does not divide the {rollouts} rollouts of an update ({groups // updates} "
-               f"groups of {size}); write a divisor of {rollouts}")
+        by = f" / {parts} (actor.tp × actor.cp)" if parts > 1 else ""
+        yield (f"actor.world_size: {config.actor.world_size}{by} does not divide the {rollouts} rollouts of an update "
+               f"({groups // updates} groups of {size}); write a divisor of {rollouts}"
+               + (f" times {parts}" if parts > 1 else ""))
+
+
+def _actor_contradictions(config: Config) -> Iterator[str]:
+    actor, lora = config.actor, config.actor.lora
+    if actor.decay_share != 0.2 and actor.schedule != "wsd":
+        yield (f"actor.decay_share: {actor.decay_share} with actor.schedule = {actor.schedule!r}, which has no such "
+               "share; write schedule = 'wsd' or leave it out")
+    if actor.momentum != 0.95 and actor.optimizer != "muon":
+        yield (f"actor.momentum: {actor.momentum} with actor.optimizer = {actor.optimizer!r}, which has actor.betas; "
+               "write optimizer = 'muon' or leave it out")
+    if lora.dropout:
+        yield (f"actor.lora.dropout: {lora.dropout} would make the trainer compute other probabilities than the "
+               "sampler, and every ratio of the two would be off; write 0")
+    if not lora.rank and lora != type(lora)():
+        yield "actor.lora: is configured, and actor.lora.rank = 0 trains all weights; write a rank, such as 32"
+    if not lora.rank:
+        return
+    if lora.transfer == "adapter" and not config.adapter_updates:
+        which = ("rollout.release_memory = true, where the engine forgets the model that adapters belong to"
+                 if config.rollout.release_memory else "rollout.engine = 'transformers', which takes whole weights")
+        yield f"actor.lora.transfer: 'adapter' with {which}; write 'merged' or 'auto'"
 
 
 _ENGINE_OPTIONS = {
@@ -62,7 +91,8 @@ _ENGINE_OPTIONS = {
     "override_generation_config": None, "logprobs_mode": None, "skip_tokenizer_init": None,
     "worker_extension_cls": None, "weight_transfer_config": None, "data_parallel_size": None, "scheduling_policy": None,
     "enable_return_routed_experts": "rollout.routed_experts", "enable_sleep_mode": "rollout.release_memory",
-    "watermark_config": None}
+    "watermark_config": None, "enable_lora": "actor.lora.rank", "max_lora_rank": "actor.lora.rank",
+    "max_loras": None, "max_cpu_loras": None}
 """Arguments of vLLM that are set for it, and the options that do so."""
 
 
@@ -83,6 +113,13 @@ def _engine_contradictions(config: Config) -> Iterator[str]:
             option = _ENGINE_OPTIONS[name]
             yield (f"rollout.engine_args.{name}: is set by the run itself; "
                    + (f"write {option} instead" if option else "leave it out"))
+    algorithm = config.algorithm
+    if algorithm.teacher_engine == "actor" and algorithm.teacher_engine_args:
+        yield (f"algorithm.teacher_engine_args: {', '.join(algorithm.teacher_engine_args)} with "
+               "algorithm.teacher_engine = 'actor', which takes none; leave them out or write teacher_engine = 'vllm'")
+    for name in algorithm.teacher_engine_args:
+        if name in _ENGINE_OPTIONS:
+            yield f"algorithm.teacher_engine_args.{name}: is set by the run itself; leave it out"
     if rollout.engine == "vllm" and rollout.temperature < 0.01:
         yield (f"rollout.temperature: {rollout.temperature} with rollout.engine = 'vllm', which samples at 0.01 or "
                "more; write at least that")
@@ -93,6 +130,9 @@ def _placement_contradictions(config: Config) -> Iterator[str]:
     if config.placement == "ray" and rollout.engine == "transformers":
         yield ("placement: 'ray' with rollout.engine = 'transformers', which samples in the trainer's own process; "
                "write rollout.engine = 'vllm' or placement = 'local'")
+    if config.placement == "ray" and config.algorithm.teacher_engine == "vllm":
+        yield ("placement: 'ray' with algorithm.teacher_engine = 'vllm', which has no place in a cluster yet; write "
+               "algorithm.teacher_engine = 'actor' or placement = 'local'")
     if config.placement == "local" and rollout.runners > 1:
         yield (f"rollout.runners: {rollout.runners} with placement = 'local', where this process plays; write "
                "placement = 'ray' or rollout.runners = 1")
@@ -104,6 +144,11 @@ def _placement_contradictions(config: Config) -> Iterator[str]:
                "actor work at the same time; write rollout.max_staleness = 0 or release_memory = false")
 
 
+def speculates(engine_args: Mapping[str, Any]) -> bool:
+    """Whether these arguments of vLLM have it draft tokens and check several at a time."""
+    return any(engine_args.get(name) for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"))
+
+
 def _settings(config: Config) -> Settings:
     rollout, algorithm = config.rollout, config.algorithm
     kl, importance, engine_args = algorithm.kl, algorithm.importance, rollout.engine_args
@@ -112,11 +157,12 @@ def _settings(config: Config) -> Settings:
         ceiling=algorithm.ceiling, aggregation=algorithm.aggregation, token_sum_divisor=algorithm.token_sum_divisor,
         updates_per_batch=algorithm.updates_per_batch, kl=kl.coefficient, kl_kind=kl.kind, kl_use=kl.use,
         kl_ref=kl.ref, kl_target=kl.target, reference=kl.model is not None, teacher=algorithm.teacher is not None,
+        teacher_engine=algorithm.teacher_engine != "actor",
         critic=config.critic != type(config.critic)(),
         importance=importance.level, mode=importance.mode, gate=importance.gate, low=importance.low,
         high=importance.high, dynamic_filter=rollout.dynamic_filter is not None,
         overlong_buffer=algorithm.overlong_buffer, truncation_coefficient=algorithm.truncation_coefficient,
         group_size=rollout.group_size, groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness,
         top_p=rollout.top_p, top_k=rollout.top_k, routing_replay=rollout.routed_experts,
-        in_flight_updates=rollout.max_staleness > 0, speculative=bool(engine_args.get("speculative_config")),
+        in_flight_updates=rollout.max_staleness > 0, speculative=speculates(engine_args),
         prefix_cache=bool(engine_args.get("enable_prefix_caching")))

@@ -72,7 +72,12 @@ Table = Annotated[dict[str, Any], BeforeValidator(lambda value: _plain(value) if
 Mix = Annotated[dict[str, Any], BeforeValidator(_mixture)]
 Range = Annotated[tuple[Number, Number] | None,
                   BeforeValidator(lambda value: ((0.0, 1.0) if value else None) if isinstance(value, bool) else value)]
+Names = Annotated[tuple[Text, ...],
+                  BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
 Dtype = Literal["auto", "float32", "bfloat16"]
+MOST_RANK = 512
+"""Of adapters, in vLLM."""
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
 def _one_of(registry: Registry, what: str) -> Any:
@@ -227,6 +232,10 @@ class AlgorithmConfig(Section):
     """Weight of the policy's entropy, which is added to what is maximised."""
     teacher: Text | None = None
     """Folder or hub name of the model that estimator on_policy_distill learns from."""
+    teacher_engine: Literal["actor", "vllm"] = "actor"
+    """What computes the teacher's log-probabilities: the ranks of the actor, or vLLM in a process of its own."""
+    teacher_engine_args: Table = {}
+    """Further arguments of vLLM's AsyncEngineArgs for the teacher, such as tensor_parallel_size."""
     reward_clip: Positive = 10.0
     """Rewards are clipped to this size, either sign, before the baseline."""
     updates_per_batch: Count = 1
@@ -241,23 +250,46 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA), trained in the place of the model's weights."""
+
+    rank: Natural = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Positive = 32.0
+    """An adapter is weighed by alpha / rank."""
+    dropout: NotNegative = 0.0
+    """Only 0: with dropout, the trainer would compute other probabilities than the sampler."""
+    target_modules: Names = ("all-linear",)
+    """Linear layers with an adapter, by the ends of their names, such as q_proj,v_proj; all-linear: all but a head."""
+    transfer: Literal["auto", "adapter", "merged"] = "auto"
+    """What an update sends to the engines: adapters, or whole weights with the adapters in them; auto: as they can."""
+
+
 class ActorConfig(Section):
-    """The model being trained and its optimizer (AdamW)."""
+    """The model being trained and its optimizer."""
 
     dtype: Dtype = "auto"
     """Precision of the forward and backward pass; master weights are float32."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW, or Muon for the matrices of the hidden layers and AdamW for all others."""
     lr: Positive = 1e-6
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    """Peak learning rate; with adapters, 10 times as much unless it is set."""
+    lr_groups: dict[str, Positive] = {}
+    """Factors on lr by patterns of parameter names, such as {"*embed_tokens*" = 0.1}; the last that fits counts."""
+    schedule: Schedule = "constant"
+    """Course of the learning rate after the warm-up; wsd stays, then falls linearly over the last updates."""
+    decay_share: Annotated[float, Gt(0), Le(1), _NUMBER] = 0.2
+    """Share of all updates over which wsd falls."""
     warmup_steps: Natural = 0
     """Optimizer updates over which the learning rate rises."""
     min_lr_ratio: Share = 0.0
-    """Where linear and cosine end, as a share of lr."""
+    """Where linear, cosine and wsd end, as a share of lr."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices; norms and biases have none."""
     betas: tuple[Moment, Moment] = (0.9, 0.95)
     """Decay rates of Adam's moments."""
+    momentum: Moment = 0.95
+    """Decay rate of Muon's momentum."""
     eps: Positive = 1e-8
     """Adam's epsilon."""
     max_grad_norm: Positive = 1.0
@@ -269,7 +301,16 @@ class ActorConfig(Section):
     head_dtype: Literal["auto", "float32"] = "auto"
     """Precision of logits: that of the model, or float32, which costs little."""
     world_size: Count = 1
-    """Processes that share the update."""
+    """Processes that share the update: shares of the rows × cp × tp."""
+    tp: Count = 1
+    """Processes that share each layer's matrices, by heads and columns."""
+    cp: Count = 1
+    """Processes that share the tokens of each micro-batch, so that long rows fit."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again: nothing, all but matrix products and attention, or whole layers."""
+    offload_optimizer: bool = False
+    """Whether the optimizer's state of a GPU lies in the CPU's memory between its steps."""
+    lora: LoraConfig = LoraConfig()
 
 
 class CriticConfig(Section):
@@ -338,7 +379,9 @@ class CheckpointConfig(Section):
     every: Natural = 10
     """Steps between checkpoints; 0: only at the end."""
     keep: Count = 2
-    """Newest checkpoints that stay."""
+    """Newest checkpoints that stay, beside the best."""
+    asynchronous: bool = True
+    """Train on while a copy of the state, in the CPU's memory, is written; without, wait for the disk."""
     resume: Literal["auto", "never"] = "auto"
     """Continue from the newest whole checkpoint of the run's folder, or refuse a folder that has one."""
 
@@ -383,6 +426,13 @@ class Config(Section):
         """`algorithm.importance.level` with auto resolved; off is measured but not applied."""
         level = self.algorithm.importance.level
         return ("geo" if self.rollout.max_staleness else "off") if level == "auto" else level
+
+    @property
+    def adapter_updates(self) -> bool:
+        """Whether updates send adapters alone to the engines, rather than whole weights."""
+        lora, able = self.actor.lora, self.rollout.engine == "vllm" and not self.rollout.release_memory
+        wanted = lora.transfer == "adapter" or (lora.transfer == "auto" and lora.rank <= MOST_RANK)
+        return bool(lora.rank) and able and wanted
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -33,7 +33,7 @@ from .rollout.seats import PolicySeat, TokenSeat
 from .rollout.ticket import Ticket
 from .rollout.transformers_engine import TransformersEngine
 from .rollout.vllm_engine import VllmEngine
-from .rollout.vllm_spec import check_engine_args
+from .rollout.vllm_spec import Lora, check_engine_args
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed where an env has no split, so that evaluation draws other tasks than training."""
@@ -130,12 +130,13 @@ def load_renderer(path: Path, config: Config) -> Renderer:
 
 def vllm_settings(config: Config) -> dict[str, Any]:
     """Keyword arguments of a `VllmEngine`."""
-    rollout = config.rollout
+    rollout, lora = config.rollout, config.actor.lora
     return {"dtype": getattr(torch, rollout.dtype), "max_context": rollout.max_context,
             "max_sequences": rollout.max_concurrency, "engine_args": rollout.engine_args,
             "backend": None if rollout.weight_transfer == "auto" else rollout.weight_transfer,
             "transfer_timeout": rollout.transfer_timeout, "routed_experts": rollout.routed_experts,
-            "release_memory": rollout.release_memory}
+            "release_memory": rollout.release_memory,
+            "lora": Lora(lora.rank, lora.alpha) if config.adapter_updates else None}
 
 
 class Sampler:

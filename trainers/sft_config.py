@@ -16,6 +16,7 @@ from .config_schema import (
     Natural,
     Number,
     Positive,
+    Schedule,
     Section,
     Share,
     Table,
@@ -50,11 +51,11 @@ class RolloutsConfig(Section):
 
 
 class SftActorConfig(ActorConfig):
-    """The model being trained and its optimizer (AdamW)."""
+    """The model being trained and its optimizer."""
 
     lr: Positive = 1e-5
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Peak learning rate; with adapters, 10 times as much unless it is set."""
+    schedule: Schedule = "cosine"
     """Course of the learning rate after the warm-up."""
 
 

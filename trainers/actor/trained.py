@@ -1,44 +1,92 @@
-"""A sharded model and the optimizer that trains it: the policy, and its critic.
+"""A sharded model and the optimizers that train it: the policy, and its critic.
 
-Invariant: a gradient that is not finite changes nothing.
+Invariants: a gradient that is not finite, on any rank, changes nothing on all; what is frozen has no optimizer state.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..config import ActorConfig
+from .lora import adapters, base_hash, merged
 from .model import Policy, reshard
-from .optimizer import adamw, learning_rate, optimizer_state
+from .optimizer import learning_rate, make_optimizers, optimizer_state
 
 
 class Trained:
-    """Parameters by name, their AdamW, and the course of its rate over `total` updates."""
+    """Parameters by name, their optimizers, and the course of the rate over `total` updates.
 
-    def __init__(self, policy: Policy, config: ActorConfig, total: int) -> None:
+    base: folder of the model, if the policy has adapters, which alone are trained and kept then.
+
+    Raises:
+        ConfigError: a pattern of `actor.lr_groups` fits no parameter.
+    """
+
+    def __init__(self, policy: Policy, config: ActorConfig, total: int, base: str | None = None) -> None:
         self.policy, self._config, self._total = policy, config, total
         self.named = dict(policy.model.named_parameters())
-        self._optimizer = adamw(self.named.values(), config)
+        self.trainable = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+        self._optimizers = make_optimizers(policy.model, self.trainable, config)
+        self._base = base_hash(base) if base else None
 
     def step(self, updates: int) -> dict[str, float]:
         """Apply the gradient, if it is finite, after so many updates; lr, grad_norm and skipped_nonfinite."""
-        norm = nn.utils.clip_grad_norm_(self.named.values(), self._config.max_grad_norm)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = self._clip()
         rate = learning_rate(self._config, updates, self._total)
         if finite := math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group["factor"]
+                optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
         return {"lr": rate, "skipped_nonfinite": float(not finite)} | ({"grad_norm": norm} if finite else {})
+
+    def _clip(self) -> float:
+        """Clip the gradient; its norm before, which is the same on all ranks."""
+        gradients: dict[Any, list[Tensor]] = {}
+        for parameter in self.trainable.values():
+            if parameter.grad is not None:
+                # Operations on many tensors take those of one mesh.
+                gradients.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+        squares = 0.0
+        for group in gradients.values():
+            norm = torch.nn.utils.get_total_norm(group)
+            squares += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+        # Ranks that hold the same part of the model may differ in the last bits, and must not in what they do.
+        shared = torch.tensor([math.inf if math.isnan(squares) else squares], dtype=torch.float64,
+                              device=next(iter(self.trainable.values())).device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        norm = math.sqrt(shared.item())
+        if math.isfinite(norm) and (factor := self._config.max_grad_norm / (norm + 1e-6)) < 1:
+            for group in gradients.values():
+                torch._foreach_mul_(group, factor)
+        return norm
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters by their names in the checkpoint, adapters merged into them; all ranks must iterate."""
+        return merged(self.policy.model, self.named)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole adapters by the names that peft gives them; all ranks must iterate."""
+        return adapters(self.trainable)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, to be written, or read into; call `reshard` after that."""
-        return {"model": {name: parameter.detach() for name, parameter in self.named.items()},
-                "optimizer": optimizer_state(self._optimizer, self.named)}
+        kept = self.named if self._base is None else self.trainable
+        return {"model": {name: parameter.detach() for name, parameter in kept.items()},
+                "optimizer": optimizer_state(self._optimizers, self.trainable)} | (
+                {} if self._base is None else {"base": self._base.clone()})
+
+    def loaded(self, state: dict[str, Any]) -> bool:
+        """After a checkpoint was read into `state`: whether its adapters are of this base model."""
+        self.reshard()
+        return self._base is None or torch.equal(state["base"], self._base)
 
     def reshard(self) -> None:
         """Forget weights that were gathered before they changed."""
@@ -48,5 +96,6 @@ class Trained:
         """Parameters and optimizer state to another device."""
         # FSDP gives gathered parameters back first, and each parameter stays the object that the optimizer knows.
         self.policy.to(device)
-        for state in self._optimizer.state.values():
-            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})

@@ -24,7 +24,7 @@ from ..architecture import check_architecture
 from .busy_clock import BusyClock
 from .engine import Request, refusal
 from .vllm_process import HostProcess
-from .vllm_spec import Backend, HostSpec
+from .vllm_spec import Backend, HostSpec, Lora
 from .vllm_transfer import TIMEOUT, Bucket, Sender, buckets
 
 START_TIMEOUT = 900.0
@@ -51,6 +51,8 @@ class VllmEngine:
         transfer_timeout: seconds for each part of an update, such as one bucket, after which the engine is given up.
         routed_experts: whether replies tell which experts each position went to.
         release_memory: whether `release` gives the GPU's memory back.
+        score_temperature: under which `score` computes.
+        lora: if updates bring an adapter, by the names of peft, in the place of the weights.
         host: starts the engine's process.
         cuda: whether the engine has GPUs; without it, whether this process does.
 
@@ -63,6 +65,7 @@ class VllmEngine:
         self, path: str | Path, renderer: Renderer, *, dtype: torch.dtype, max_context: int, max_sequences: int,
         engine_args: dict[str, Any] | None = None, backend: Backend | None = None,
         transfer_timeout: float = TIMEOUT, routed_experts: bool = False, release_memory: bool = False,
+        score_temperature: float = 1.0, lora: Lora | None = None,
         host: Callable[[HostSpec], HostProcess] = HostProcess,
         cuda: bool | None = None,
     ) -> None:
@@ -76,7 +79,8 @@ class VllmEngine:
         self._transfer_timeout = transfer_timeout
         self._spec = HostSpec(
             str(path), str(dtype).removeprefix("torch."), max_context, max_sequences, tuple(renderer.stop_token_ids),
-            backend, not cuda, engine_args or {}, routed_experts=routed_experts, release_memory=release_memory)
+            backend, not cuda, engine_args or {}, routed_experts=routed_experts, release_memory=release_memory,
+            score_temperature=score_temperature, lora=lora)
         _check_options(self._spec, config)
         local = host is HostProcess
         if backend == "ipc" and self._spec.workers > 1 and local:
@@ -230,9 +234,9 @@ class VllmEngine:
         await _both(joining, asyncio.to_thread(sender.join))
         return sender
 
-    async def score(self, ids: list[int]) -> list[float]:
-        """Log-probability of each id but the first, at temperature 1."""
-        return await self._call("score", ids)
+    async def score(self, ids: list[int], timeout: float | None = None) -> list[float]:
+        """Log-probability of each id but the first, under `score_temperature`."""
+        return await self._call("score", ids, timeout=timeout)
 
     async def scores(self, ids: list[int]) -> list[list[float]]:
         """`score` of each engine, which is this one."""

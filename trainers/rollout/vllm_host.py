@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from molt_gym.tokens import Generation, Sampling
 
 from .vllm_lifetime import end_with_parent
-from .vllm_spec import HostSpec, engine_arguments
+from .vllm_spec import ADAPTER, HostSpec, engine_arguments
 
 PARENT_CHECK = 1.0
 """Seconds between two looks at whether the parent lives."""
@@ -61,18 +62,26 @@ class VllmHost:
         self._version = 0
         self._starts: dict[str, list[tuple[int, int]]] = {}
         self._records = spec.routed_experts and spec.cpu
+        self._score_temperature = spec.score_temperature
+        self._lora = spec.lora
+        # The path, from which vLLM would load it if it were not there, is none.
+        self._adapter = LoRARequest("policy", ADAPTER, "/nowhere") if spec.lora else None
 
     async def start(self) -> None:
         """Make the workers ready; once, before anything else."""
         if self._records:
             await self._llm.collective_rpc("record_routed_experts")
+        if self._score_temperature != 1:
+            await self._llm.collective_rpc("divide_logits", args=(self._score_temperature,))
+        await self._use_adapter()
 
     async def generate(self, ids: list[int], sampling: Sampling) -> Generation:
         """Sample one reply; cancelling the call takes the request out of the engine."""
         name = f"reply-{next(self._numbers)}"
         starts = self._starts[name] = [(self._version, 0)]
         try:
-            async for answer in self._llm.generate(tokens_input(ids), self._parameters(sampling), name, priority=0):
+            async for answer in self._llm.generate(tokens_input(ids), self._parameters(sampling), name, priority=0,
+                                                   lora_request=self._adapter):
                 output = answer.outputs[0]
         finally:
             del self._starts[name]
@@ -111,11 +120,15 @@ class VllmHost:
             output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def score(self, ids: list[int]) -> list[float]:
-        """Log-probability of each id but the first after those before it, at temperature 1; before any reply."""
+        """Log-probability of each id but the first after those before it; before any reply.
+
+        vLLM does not apply a request's temperature to its prompt, hence `WorkerExtension.divide_logits`.
+        """
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
                                     output_kind=RequestOutputKind.FINAL_ONLY)
         name = f"score-{next(self._numbers)}"
-        async for answer in self._llm.generate(tokens_input(ids), parameters, name, priority=-1):
+        async for answer in self._llm.generate(tokens_input(ids), parameters, name, priority=-1,
+                                               lora_request=self._adapter):
             entries = answer.prompt_logprobs
         return [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)]
 
@@ -155,11 +168,17 @@ class VllmHost:
             await self._llm.finish_weight_update(weight_version=str(version))
         else:
             await self._llm.finish_weight_update()
+        await self._use_adapter()
         await self.reset_prefix_cache()
         self._version = version
         for state in self._llm.output_processor.request_states.values():
             if (starts := self._starts.get(state.external_req_id)) is not None:
                 starts.append((version, state.detokenizer.num_output_tokens()))
+
+    async def _use_adapter(self) -> None:
+        # Only now, as vLLM forgets its adapters at the end of an update.
+        if self._lora is not None:
+            await self._llm.collective_rpc("use_adapter", args=(self._lora.rank, self._lora.alpha))
 
     async def reset_prefix_cache(self) -> None:
         """Forget what earlier requests left, and what those in flight have computed, which they compute again.

@@ -16,8 +16,14 @@ from typing import Any, Literal
 
 from molt_gym.errors import ConfigError
 
+from ..config_rules import speculates
+
 Backend = Literal["gloo", "ipc", "nccl", "file"]
 
+ADAPTER = 1
+"""vLLM's number of the one adapter that there may be."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for."""
 TRANSFER = "molt-gym"
 """Name under which the workers register how they receive weights."""
 SHARED_GPU = 0.45
@@ -28,6 +34,14 @@ INSTALL = "pip install 'molt-gym[vllm]', or on a machine without a GPU: pip inst
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Of the adapter that an update sends in the place of the weights."""
+
+    rank: int
+    alpha: float
+
+
+@dataclass(frozen=True)
 class HostSpec:
     """What an engine's process needs to know.
 
@@ -35,7 +49,8 @@ class HostSpec:
     max_sequences: most sequences in the batch. stop_token_ids: end every reply. backend: how weights arrive. cpu:
     whether it runs on the processor. engine_args: further arguments of vLLM's AsyncEngineArgs. spans: whether to take
     versions from the outputs, where vLLM writes them there. routed_experts: whether to tell which experts each position
-    went to. release_memory: whether it can sleep.
+    went to. release_memory: whether it can sleep. score_temperature: under which prompts are scored. lora: if
+    updates bring adapters.
     """
 
     model: str
@@ -49,6 +64,8 @@ class HostSpec:
     spans: bool = True
     routed_experts: bool = False
     release_memory: bool = False
+    score_temperature: float = 1.0
+    lora: Lora | None = None
 
     @property
     def workers(self) -> int:
@@ -75,7 +92,13 @@ def engine_arguments(spec: HostSpec) -> dict[str, Any]:
         defaults = {"enforce_eager": True, "distributed_executor_backend": "uni" if spec.workers == 1 else "mp",
                     "enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, spec.max_context),
                     "kv_cache_memory_bytes": _kv_bytes(spec)}
-    return defaults | dict(spec.engine_args) | {
+    if speculates(spec.engine_args):
+        # vLLM's default is on, and what the cache holds of the drafting heads would outlive them.
+        defaults["enable_prefix_caching"] = False
+    lora = {} if spec.lora is None else {
+        "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1,
+        "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= spec.lora.rank)}
+    return defaults | dict(spec.engine_args) | lora | {
         "model": spec.model, "dtype": spec.dtype, "max_model_len": spec.max_context, "max_num_seqs": spec.max_sequences,
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "seed": 0,
         "scheduling_policy": "priority",
@@ -95,7 +118,7 @@ def environment(cpu: bool, scratch: Path) -> dict[str, str]:
     return {**defaults, **os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def check_engine_args(given: Mapping[str, Any]) -> None:
+def check_engine_args(given: Mapping[str, Any], option: str = "rollout.engine") -> None:
     """Raise ConfigError without vLLM, and for arguments that it does not know.
 
     The names are read from vLLM's source, as importing it takes many seconds. Where they cannot be found, vLLM itself
@@ -103,13 +126,13 @@ def check_engine_args(given: Mapping[str, Any]) -> None:
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        raise ConfigError(f"rollout.engine: 'vllm' needs vLLM, which is not installed; {INSTALL}")
+        raise ConfigError(f"{option}: 'vllm' needs vLLM, which is not installed; {INSTALL}")
     source = Path(spec.origin).with_name("engine") / "arg_utils.py"
     known = _fields(source.read_text(encoding="utf-8")) if source.is_file() else set()
     for name in given if known else ():
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1, 0)[0]
-            raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument; nearest: {nearest}")
+            raise ConfigError(f"{option}_args.{name}: vLLM has no such argument; nearest: {nearest}")
 
 
 def _fields(source: str) -> set[str]:

@@ -22,9 +22,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from .vllm_adapter import put_adapter
 from .vllm_lifetime import end_with_parent
 from .vllm_routing import RoutingRecorder
-from .vllm_spec import TRANSFER, Backend
+from .vllm_spec import TRANSFER, Backend, Lora
 from .vllm_transfer import GROUPS, broadcast, device_id, join, unpack
 
 
@@ -51,7 +52,10 @@ class Announcement(WeightTransferUpdateInfo):
 
 
 class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
-    """Receives buckets and loads them layer by layer, as vLLM reloads a checkpoint."""
+    """Receives buckets and loads them layer by layer, as vLLM reloads a checkpoint.
+
+    Where the engine takes adapters, it keeps what comes for `WorkerExtension.use_adapter`.
+    """
 
     init_info_cls = Invitation
     update_info_cls = Announcement
@@ -67,6 +71,9 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded anew."""
+        self.adapter: dict[str, torch.Tensor] = {}
+        if self.vllm_config.lora_config is not None:
+            return
         if self.device.type == "cpu":
             for module in self.model.modules():
                 method = getattr(module, "quant_method", None)
@@ -86,6 +93,9 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
         Raises:
             ValueError: a name or a shape that the model does not have.
         """
+        if self.vllm_config.lora_config is not None:
+            self.adapter |= {name: tensor.cpu() for name, tensor in self._parameters(update_info)}
+            return
         loaded = self.model.load_weights(self._parameters(update_info))
         if loaded is not None:
             self._expected -= set(loaded)
@@ -119,6 +129,8 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
         Raises:
             ValueError: a parameter was not sent.
         """
+        if self.vllm_config.lora_config is not None:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             for module in self.model.modules():
@@ -148,6 +160,23 @@ class WorkerExtension:
     def take_routed_experts(self, name: str) -> tuple[bytes, list[int]] | None:
         """See `RoutingRecorder.take`."""
         return self._recorder.take(name)
+
+    def use_adapter(self, rank: int, alpha: float) -> None:
+        """Put the adapter that came last to use; before any came, one that adds nothing."""
+        tensors = getattr(self.weight_transfer_engine, "adapter", {})
+        put_adapter(self.model_runner, tensors, Lora(rank, alpha))
+
+    def divide_logits(self, temperature: float) -> None:
+        """From now on those of the model are divided by a temperature, whatever they are computed for."""
+        model = self.model_runner.model
+        compute = model.compute_logits
+
+        def divided(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            # Of several workers some have none.
+            logits = compute(*args, **kwargs)
+            return None if logits is None else logits.float() / temperature
+
+        model.compute_logits = divided
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransfer)

@@ -1,0 +1,47 @@
+"""An adapter (LoRA) in a worker of vLLM, put there from memory.
+
+vLLM itself would read it from a folder at the first request. Invariant: there is one adapter, it changes between two
+tokens only, and every layer it has finds its place.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from .vllm_spec import ADAPTER, Lora
+
+
+def put_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: Lora) -> None:
+    """Replace the adapter of a model runner, for all requests that name it; without tensors, by one that adds nothing.
+
+    tensors: by peft's names.
+
+    Raises:
+        ValueError: vLLM has no adapter for a layer.
+    """
+    manager = runner.lora_manager._adapter_manager
+    if tensors:
+        adapter = _adapter(runner, manager, tensors, lora)
+    else:
+        adapter = manager.create_dummy_lora(ADAPTER, lora.rank, runner.lora_manager.embedding_modules)
+    manager.remove_adapter(ADAPTER)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER)
+
+
+def _adapter(runner: Any, manager: Any, tensors: Mapping[str, Tensor], lora: Lora) -> LoRAModel:
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    # Renames alone are wanted; before vLLM 0.32 there was nothing else.
+    mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER, dict(tensors), PEFTHelper(r=lora.rank, lora_alpha=lora.alpha, target_modules=[]), device="cpu",
+        dtype=manager.lora_config.lora_dtype, weights_mapper=mapper)
+    places = set(manager.modules).union(*manager.packed_modules.values())
+    # Each worker of a pipeline has layers of its own.
+    if missing := set() if runner.parallel_config.pipeline_parallel_size > 1 else set(adapter.loras) - places:
+        raise ValueError(f"adapter: vLLM has no place for {len(missing)} layers, such as {min(missing)}; write "
+                         "actor.lora.transfer = 'merged'")
+    return adapter
