@@ -9,10 +9,11 @@ state of its predecessor in its own row.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class TrainRow:
     row, group, rollout: numbers of the row in the batch, of its task and of its rollout. reward: of it, shaped.
     old_logprobs, ref_logprobs: [trained] log π_old and log π_ref, once computed. advantages: [trained], in the place of
     `advantage`, from an estimator that works on tokens. values, returns: [trained] of the critic, and what it learns.
+    experts: [L, layers, top_k] int16 of the sampler, -1 where unknown, or None.
     """
 
     ids: list[int]
@@ -48,6 +50,7 @@ class TrainRow:
     advantages: list[float] | None = None
     values: list[float] | None = None
     returns: list[float] | None = None
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def trained(self) -> list[int]:
@@ -93,7 +96,8 @@ def train_row(
     """A recorded row with what the loss needs of its rollout; see `TrainRow`."""
     if isinstance(row, RowRef):
         return RemoteRow(row.source, row.number, advantage, weight, number, group, rollout, reward)
-    return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group, rollout, reward)
+    return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group, rollout, reward,
+                    experts=row.experts)
 
 
 @dataclass
@@ -117,7 +121,7 @@ class MicroBatch:
     padding, which is at the end and sees itself. sources: [S] positions whose logits are needed, in ascending order.
     source_of: [N] index into them; by_source, edges: see `head.Targets`. targets, behaviour, advantages, weights, rows:
     [N]. order: the rows, in the order of their tokens in the flat list. reference, values, returns: [N], where all rows
-    have them.
+    have them. experts: [T, layers, top_k] int16, where any row has some; -1 where unknown.
     """
 
     input_ids: Tensor
@@ -137,6 +141,7 @@ class MicroBatch:
     reference: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    experts: Tensor | None = None
 
     @cached_property
     def visible(self) -> Visible:
@@ -209,6 +214,7 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
         return torch.tensor(list(values), dtype=dtype, device=device)
 
     order = [row for trie in tries for row in trie.rows]
+    experts = _experts(tries, size + padding)
 
     def known(name: str) -> Tensor | None:
         parts = [getattr(row, name) for row in order]
@@ -219,7 +225,23 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
         flat(ends, torch.long), size, sources.to(device), source_of.to(device), by_source.to(device),
         chunk_edges(source_of[by_source], len(sources)), flat(targets, torch.long), flat(behaviour, torch.float32),
         flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long), order,
-        known("ref_logprobs"), known("values"), known("returns"))
+        known("ref_logprobs"), known("values"), known("returns"), None if experts is None else experts.to(device))
+
+
+def _experts(tries: Sequence[Trie], size: int) -> Tensor | None:
+    """[size, layers, top_k] of all tokens; one that rows share has those of the first row that knows them."""
+    shape = next((row.experts.shape[1:] for trie in tries for row in trie.rows if row.experts is not None), None)
+    if shape is None:
+        return None
+    found, start = np.full((size, *shape), -1, np.int16), 0
+    for trie in tries:
+        for row, path in zip(trie.rows, trie.paths, strict=True):
+            if row.experts is not None:
+                places = np.array(path) + start
+                unknown = (found[places] < 0).all((1, 2))
+                found[places[unknown]] = row.experts[unknown]
+        start += len(trie.ids)
+    return torch.from_numpy(found)
 
 
 def balance(rows: Sequence[TrainRow], shares: int, pair_cost: float = 0.0) -> list[list[TrainRow]]:
