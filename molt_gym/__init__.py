@@ -7,7 +7,7 @@
     molt_gym.train("MyAgent-v0", model="Qwen/Qwen3-4B")
 
 Importing registers the ids of the envs that come with it, takes under a second, and loads no torch: `train`, `sft`,
-`evaluate` and `rollout` import the trainer when they are called.
+`distill`, `evaluate` and `rollout` import the trainer when they are called.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +51,7 @@ __all__ = [
     "Turn",
     "UnknownEnv",
     "as_policy",
+    "distill",
     "evaluate",
     "list_envs",
     "make",
@@ -134,6 +135,52 @@ def sft(
     from .trainers import sft
 
     return sft.sft(data, model, out=out, config=config, **overrides)
+
+
+def distill(
+    env: str | Mapping[str, Any],
+    student: str | PathLike[str] | None = None,
+    teacher: str | PathLike[str] | None = None,
+    *,
+    out: str | PathLike[str] | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    curriculum: str | Callable[[dict[str, Any]], Mapping[str, float] | None] | None = None,
+    config: str | PathLike[str] | Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> "TrainResult":
+    """Trains a student to act in an env as its teacher would: on-policy distillation.
+
+    The student plays, and the teacher says how likely it would have been to sample each token, in the same context.
+    What is minimised is the reverse KL(student ‖ teacher) on the student's own samples; rewards are reported and change
+    nothing. It is `train` with `algorithm.estimator = "on_policy_distill"`, a KL of coefficient 1 in the place of the
+    reward, and `algorithm.teacher`, in any env that `train` takes.
+
+    Args:
+        env: as for `train`.
+        student: the model that is trained, as `model` of `train`.
+        teacher: a hub name or a local folder, such as RUN/model, with the same tokenizer; it is never changed. None
+            takes what the configuration says, or the run that is gone on with.
+        out: as for `train`.
+        steps: as for `train`.
+        seed: as for `train`.
+        curriculum: as for `train`.
+        config: as for `train`.
+        **overrides: further settings, as for `train`. `algorithm__teacher_engine="vllm"` gives the teacher an engine.
+
+    Returns:
+        The folder of the run with the student, its metrics (policy/kl_ref is the divergence, in nats per token), and
+        its last checkpoint.
+
+    Raises:
+        ConfigError: a setting is unknown or contradicts another one, or the tokenizers differ.
+        UnknownEnv, NotAChatEnv: `env` cannot be trained in.
+        RunFailed: too many rollouts failed; nothing is exported.
+    """
+    from .trainers import distill
+
+    return distill.distill(env, student, teacher, out=out, steps=steps, seed=seed, curriculum=curriculum, config=config,
+                           **overrides)
 
 
 def evaluate(

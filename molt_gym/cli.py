@@ -1,4 +1,4 @@
-"""The command `molt-gym`: train, sft, eval, rollout, serve, envs, doctor.
+"""The command `molt-gym`: train, sft, distill, eval, rollout, serve, envs, doctor.
 
 Exit codes: 0 done; 1 the run failed or something essential is broken; 2 the command or a setting is wrong (one message,
 no traceback); 130 interrupted. Heavy modules are imported by the commands that need them, so help and `envs` are quick.
@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,12 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
     file = read_toml(config) if config else read_toml(Path(out) / "config.toml") if out else {}
     env = env or file.get("env", "") or "+".join(file.get("mixture", {}))
     if not env:
-        raise ConfigError("env: missing; write molt-gym train ENV, such as molt-gym train CodeExec-v0")
+        command = f"molt-gym {options.verb}"
+        raise ConfigError(f"env: missing; write {command} ENV, such as {command} CodeExec-v0")
     seed = options.seed if options.seed is not None else file.get("seed", 0)
-    molt_gym.train(env, options.model, out=out, steps=options.steps, seed=seed, config=config, **overrides)
+    learn = partial(molt_gym.distill, env, options.student, options.teacher) if options.verb == "distill" else (
+        partial(molt_gym.train, env, options.model))
+    learn(out=out, steps=options.steps, seed=seed, config=config, **overrides)
     return OK
 
 
@@ -225,10 +229,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     train = verb("train", _train, "train a model in an env", "ENV [--model M] [options] [--SETTING VALUE ...]\n"
                  "       molt-gym train ENV=WEIGHT ENV=WEIGHT ... [options]", True)
     train.add_argument("--model", help="hub name, local folder, smollm2-135m (default) or tiny")
-    train.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
-    train.add_argument("--steps", type=int, metavar="N", help="training steps")
-    train.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
-    train.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one of ENV")
+    distill = verb("distill", _train, "train a student to act as its teacher would",
+                   "ENV --student M --teacher M [options] [--SETTING VALUE ...]", True)
+    distill.add_argument("--student", metavar="M", help="what is trained, as --model of train")
+    distill.add_argument("--teacher", metavar="M", help="hub name or local folder with the same tokenizer")
+    for trains in (train, distill):
+        trains.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
+        trains.add_argument("--steps", type=int, metavar="N", help="training steps")
+        trains.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
+        trains.add_argument("--resume", metavar="DIR",
+                            help="go on with this run; auto: with --out or the latest one of ENV")
     evaluate = verb("eval", _eval, "score a model on held-out tasks",
                     "ENV [ENV ...] [--model M | --endpoint URL --endpoint-model NAME] [options]", True)
     evaluate.add_argument("--model", help="as for train; a run's model is in RUN/model")
@@ -264,7 +274,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     sft.add_argument("--steps", type=int, metavar="N", help="optimizer updates, in place of epochs")
     sft.add_argument("--seed", type=int, metavar="S", help="fixes the order and what is held out (default 0)")
     sft.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one")
-    for overridable in (train, sft, evaluate, rollout, serve):
+    for overridable in (train, sft, distill, evaluate, rollout, serve):
         overridable.add_argument(
             "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
         )

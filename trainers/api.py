@@ -30,6 +30,7 @@ from .rollout.mixture import Curriculum, MixedPool, Mixture, Player, load_curric
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
 from .session import Sampler, env_maker, merge, mixed_preset, policy_runner, seed_everything, with_own_turns
+from .teacher import TeacherEngine
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -47,7 +48,14 @@ class TrainResult:
     best: Path | None
 
 
-def train(
+def train(env: str | Mapping[str, Any], model: str | os.PathLike[str] | None = None, **options: Any) -> TrainResult:
+    """See `molt_gym.train`."""
+    return train_with({}, env, model, **options)
+
+
+def train_with(
+    default: Mapping[str, Any],
+    /,
     env: str | Mapping[str, Any],
     model: str | os.PathLike[str] | None = None,
     *,
@@ -58,7 +66,7 @@ def train(
     config: Settings = None,
     **overrides: Any,
 ) -> TrainResult:
-    """See `molt_gym.train`."""
+    """The same; settings in `default` lie below all others."""
     if not isinstance(env, str):
         env, overrides["mixture"] = "+".join(env), env
     if curriculum is not None:
@@ -70,7 +78,7 @@ def train(
     if earlier is not None:
         given["seed"] = _seed_to_go_on(env, seed, earlier)
     with make_progress() as progress:
-        settings, resolved = configure(env, model, config, given, progress, earlier=earlier)
+        settings, resolved = configure(env, model, config, given, progress, earlier=earlier, default=default)
         frozen = frozen_model(settings, resolved.path, progress)
         if settings.curriculum and not callable(curriculum):
             curriculum = load_curriculum(settings.curriculum)
@@ -112,7 +120,11 @@ async def _train(
         runner, pool = _pool(config, sampler, curriculum, run_dir)
         stack.push_async_callback(runner.aclose)
         stack.push_async_callback(pool.close)
-        loop = Loop(config, sampler, actor, pool, run_dir, progress)
+        teacher = None
+        if config.algorithm.teacher_engine == "vllm":
+            teacher = await asyncio.to_thread(TeacherEngine, config, frozen, sampler.renderer)
+            stack.push_async_callback(teacher.close)
+        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher)
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())

@@ -5,22 +5,25 @@ Invariant: its tokens are those of the policy, by content; another tokenizer is 
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from molt_gym.errors import ConfigError
 
 from .algorithms.registry import ESTIMATORS, LOSSES
+from .architecture import check_architecture
 from .config import Config
 from .models import resolve_model
 from .progress import Progress
 from .rollout.mixture import split
+from .same_tokenizer import difference
 
 
 def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None:
     """Its folder, if the configuration names one.
 
     Raises:
-        ConfigError: there is no such model, or its tokens are others than those of the policy in folder `policy`.
+        ConfigError: there is no such model, it cannot be run here, or its tokens are others than those of the policy
+            in folder `policy`.
     """
     option, name = "algorithm.teacher", config.algorithm.teacher
     if name is None:
@@ -31,13 +34,18 @@ def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None
         part = split(config)[0]
         path = resolve_model(name, env=part.env, env_kwargs=dict(part.env_kwargs), seed=config.seed,
                              say=lambda line: progress.message(_about(option, line))).path
+        # An engine has to sample a token behind what it scores.
+        check_architecture(theirs := AutoConfig.from_pretrained(path),
+                           config.rollout.max_context + (config.algorithm.teacher_engine == "vllm"))
     except ConfigError as error:
         raise ConfigError(_about(option, str(error))) from None
-    ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (policy, path))
-    if ours != theirs:
-        token = min(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
-        raise ConfigError(f"{option}: {name} has other tokens than the policy ({token!r} is {theirs.get(token)} there "
-                          f"and {ours.get(token)} here), so it cannot score them; name one with the same tokenizer")
+    if differs := difference(*map(AutoTokenizer.from_pretrained, (policy, path))):
+        raise ConfigError(f"{option}: {name} has another tokenizer than the policy ({differs}), so it cannot score its "
+                          "tokens; name a model with the same one")
+    sizes = [model.get_text_config().vocab_size for model in (AutoConfig.from_pretrained(policy), theirs)]
+    if sizes[1] < sizes[0]:
+        raise ConfigError(f"{option}: {name} has {sizes[1]} ids and the policy {sizes[0]}, of which it can sample all; "
+                          "name a model with at least as many")
     return str(path)
 
 

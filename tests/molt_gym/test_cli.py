@@ -50,7 +50,7 @@ def parrot(tmp_path, monkeypatch):
 def called(monkeypatch):
     """Stands in for the API and records what the command asked of it."""
     calls = []
-    for verb in ("train", "evaluate", "rollout"):
+    for verb in ("train", "distill", "evaluate", "rollout"):
         monkeypatch.setattr(
             molt_gym, verb, lambda *args, _verb=verb, **kwargs: calls.append((_verb, args, kwargs)) or []
         )
@@ -152,6 +152,15 @@ def test_a_wrong_command_exits_2_with_one_message(words, said, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith(f"molt-gym {words[0]}: ") and "Traceback" not in error
+
+
+def test_distill_has_a_student_and_a_teacher_and_is_otherwise_train(called, run):
+    assert main("distill ToolUse-v0 --student tiny --teacher runs/x/model --steps 3 --actor.lr 1e-3".split()) == 0
+    assert main(["distill", "--resume", str(run)]) == 0
+    settings = {"out": None, "steps": 3, "seed": 0, "config": None, "actor.lr": 1e-3}
+    assert called[0] == ("distill", ("ToolUse-v0", "tiny", "runs/x/model"), settings)
+    assert called[1] == ("distill", ("CodeExec-v0", None, None),
+                         {"out": str(run), "steps": None, "seed": 7, "config": None})
 
 
 def test_train_takes_several_envs_with_weights(called, run):

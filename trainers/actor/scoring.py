@@ -26,7 +26,8 @@ class Scoring:
     """What an update is made of besides rewards.
 
     per_token: the estimator works on tokens. kl_reward, kl_loss: where there is a KL. frozen: its reference is a model,
-    the teacher included. kind: of the estimate. entropy: there is an entropy bonus. critic: there are values.
+    the teacher included, that the actor computes. kind: of the estimate. entropy: there is an entropy bonus. critic:
+    there are values.
     """
 
     per_token: bool
@@ -44,9 +45,9 @@ class Scoring:
         kl, traits = algorithm.kl, ESTIMATORS.traits(algorithm.estimator)
         used = kl.coefficient > 0
         kind = ("k1" if kl.use == "reward" else "k3") if kl.kind == "auto" else kl.kind
-        return cls(traits.per_token, used and kl.use == "reward", used and kl.use == "loss",
-                   used and (traits.needs_teacher or kl.ref == "model"), kind, algorithm.entropy_coefficient > 0,
-                   traits.needs_critic)
+        frozen = (traits.needs_teacher or kl.ref == "model") and algorithm.teacher_engine == "actor"
+        return cls(traits.per_token, used and kl.use == "reward", used and kl.use == "loss", used and frozen, kind,
+                   algorithm.entropy_coefficient > 0, traits.needs_critic)
 
     @property
     def all_rows(self) -> bool:

@@ -19,8 +19,8 @@ class Settings:
     """Options that bear on one another, by the last part of their names; the defaults are in accord.
 
     kl: the coefficient. importance: the level as written, auto included. critic, teacher, reference: whether anything
-    is written about them. in_flight_updates: weights change while rollouts are generated. kept_set_replayed: the
-    trainer renormalises over the tokens that top_p and top_k kept.
+    is written about them. teacher_engine: the teacher has an engine of its own. in_flight_updates: weights change while
+    rollouts are generated. kept_set_replayed: the trainer renormalises over the tokens that top_p and top_k kept.
     """
 
     estimator: str = "grpo"
@@ -38,6 +38,7 @@ class Settings:
     kl_target: float | None = None
     reference: bool = False
     teacher: bool = False
+    teacher_engine: bool = False
     critic: bool = False
     importance: Literal["auto", "off", "token", "seq", "geo"] = "auto"
     mode: Literal["mask", "clip", "trunc"] = "mask"
@@ -105,6 +106,9 @@ def _estimator(s: Settings, traits: EstimatorTraits) -> Iterator[str]:
         yield (f"algorithm.teacher: is configured, and {which} has none; leave it out or write algorithm.estimator = "
                f"{_having(ESTIMATORS, 'needs_teacher')}" if s.teacher else
                f"algorithm.teacher: missing, and {which} is made of its log-probabilities; name a model")
+    if s.teacher_engine and not traits.needs_teacher:
+        yield (f"algorithm.teacher_engine: is configured, and {which} has no teacher; leave it out or write "
+               f"algorithm.estimator = {_having(ESTIMATORS, 'needs_teacher')}")
     if not traits.ignores_reward:
         return
     for option, value, off in (("rollout.dynamic_filter", s.dynamic_filter, False),

@@ -17,6 +17,8 @@ REFUSED = [
      "write rollout.groups_per_step >= 2"),
     ({"gamma": 0.9}, "algorithm.gamma: 0.9", "write algorithm.gamma = 1 or algorithm.estimator = 'gae' or 'reinforce'"),
     ({"critic": True}, "critic: is configured", "leave it out or write algorithm.estimator = 'gae'"),
+    ({"teacher_engine": True}, "algorithm.teacher_engine: is configured",
+     "leave it out or write algorithm.estimator = 'on_policy_distill'"),
     ({"teacher": True}, "algorithm.teacher: is configured",
      "leave it out or write algorithm.estimator = 'on_policy_distill'"),
     (DISTILL | {"teacher": False}, "algorithm.teacher: missing", "name a model"),
@@ -64,7 +66,8 @@ REFUSED = [
      "write rollout.top_p = 1"),
     ({"routing_replay": True, "in_flight_updates": True, "max_staleness": 1}, "rollout.routed_experts: true",
      "write rollout.max_staleness = 0 or routed_experts = false"),
-    ({"routing_replay": True, "speculative": True}, "rollout.routed_experts: true", "leave speculative_config out"),
+    ({"routing_replay": True, "speculative": True}, "rollout.routed_experts: true",
+     "leave speculative_config (or spec_*) out"),
     ({"prefix_cache": True, "speculative": True}, "enable_prefix_caching: true", "write enable_prefix_caching = false"),
 ]
 
