@@ -6,14 +6,19 @@ what they saw.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
+
+from .fused import fused
+
+if TYPE_CHECKING:
+    from .context import Context
 
 ATTENTION = "molt_gym_packed"
 """Name of this attention among those of transformers; the model must be called with `visible`."""
@@ -28,6 +33,10 @@ class Visible:
     """What sees what in one packed sequence: `ends` [T], on the device of the model."""
 
     ends: Tensor
+
+    def __post_init__(self) -> None:
+        # Layers that are compiled cannot work it out.
+        _ = self.blocks if self.ends.device.type == "cuda" else None
 
     @staticmethod
     def multiple(device: torch.device) -> int:
@@ -76,35 +85,37 @@ class Visible:
 
 def attend(
     _module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None = None, *,
-    visible: Visible, scaling: float | None = None, **_: Any,
+    visible: Visible, context: "Context | None" = None, scaling: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
-    """Grouped-query attention: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]."""
-    if query.device.type == "cuda":
-        out = sparse(query, key, value, visible, scaling)
-    else:
-        out = torch.cat([
-            F.scaled_dot_product_attention(
-                query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], attn_mask=mask,
-                is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
-            for start, stop, mask in visible.stretches], 2)
-    return out.transpose(1, 2), None
+    """Grouped-query attention: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D].
+
+    context: the ranks that have the other tokens of the sequence, which `visible` is of as a whole.
+    """
+    if context is not None:
+        query, key, value = context.to_heads(query, key, value)
+    run = sparse if query.device.type == "cuda" else dense
+    out = run(query, key, value, visible, scaling)
+    return (out if context is None else context.to_tokens(out)).transpose(1, 2), None
 
 
-def sparse(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float | None = None) -> Tensor:
-    """The same by flex attention, which computes only blocks in which something is seen; [1, H, T, D]."""
+@torch.compiler.disable
+def dense(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float | None) -> Tensor:
+    """By torch's own attention, each stretch for itself; [1, H, T, D]."""
+    return torch.cat([
+        F.scaled_dot_product_attention(
+            query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], attn_mask=mask,
+            is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+        for start, stop, mask in visible.stretches], 2)
+
+
+def sparse(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float | None) -> Tensor:
+    """By flex attention, which computes only blocks in which something is seen; [1, H, T, D]."""
     heads, groups = query.shape[1], key.shape[1]
     if heads & (heads - 1):
         # The kernels take heads of a group together only where their number is a power of two.
         key, value = (tensor.repeat_interleave(heads // groups, 1) for tensor in (key, value))
-    compiled = query.device.type == "cuda" and not torch.compiler.is_compiling()
-    run = _compiled() if compiled else flex_attention
+    run = flex_attention if torch.compiler.is_compiling() else fused(flex_attention, query.device)
     return run(query, key, value, block_mask=visible.blocks, scale=scaling, enable_gqa=heads != key.shape[1])
-
-
-@lru_cache(maxsize=1)
-def _compiled() -> Any:
-    # Without fullgraph, torch would fall back to a product of all tokens with all after a few recompilations.
-    return torch.compile(flex_attention, fullgraph=True)
 
 
 AttentionInterface.register(ATTENTION, attend)

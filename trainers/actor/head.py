@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .fused import fused
+
 CHUNK = 2048
 """Positions whose logits exist at the same time."""
 
@@ -60,13 +62,13 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         lse = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         entropies, logprobs = torch.zeros_like(lse), lse.new_empty(len(asked.targets))
+        summary = fused(_summary, hidden.device)
         for rows, tokens, local in _chunks(asked, len(hidden)):
-            logits = _logits(hidden[rows], weight, temperature, exact)
-            lse[rows] = logits.logsumexp(-1)
-            logprobs[tokens] = logits[local, asked.targets[tokens]] - lse[rows][local]
+            logits = _logits(hidden[rows], weight, exact)
+            lse[rows], of_rows = summary(logits, temperature, entropy)
             if entropy:
-                probabilities = (logits - lse[rows, None]).exp_()
-                entropies[rows] = lse[rows] - torch.linalg.vecdot(probabilities, logits)
+                entropies[rows] = of_rows
+            logprobs[tokens] = logits[local, asked.targets[tokens]].to(lse.dtype) / temperature - lse[rows][local]
         ctx.save_for_backward(hidden, weight, lse, entropies)
         ctx.asked, ctx.temperature, ctx.exact = asked, temperature, exact
         ctx.set_materialize_grads(False)
@@ -78,21 +80,18 @@ class _Score(torch.autograd.Function):
         hidden, weight, lse, entropies = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        slope_of = fused(_slope, hidden.device)
         for rows, tokens, local in _chunks(ctx.asked, len(hidden)):
-            logs = _logits(hidden[rows], weight, ctx.temperature, ctx.exact).sub_(lse[rows, None])
-            slope = logs.exp()
             factor = torch.zeros_like(lse[rows])
             if of_logprobs is not None:
                 factor.index_add_(0, local, of_logprobs[tokens])
-            if of_entropies is not None:
-                slope *= factor[:, None] + of_entropies[rows, None] * (logs + entropies[rows, None])
-            else:
-                slope *= factor[:, None]
-            del logs
-            slope.neg_()
+            spread = None if of_entropies is None else of_entropies[rows]
+            logits = _logits(hidden[rows], weight, ctx.exact)
+            slope = slope_of(logits, ctx.temperature, lse[rows], entropies[rows], factor, spread)
             if of_logprobs is not None:
-                slope.index_put_((local, ctx.asked.targets[tokens]), of_logprobs[tokens], accumulate=True)
-            slope = slope.div_(ctx.temperature).to(hidden.dtype)
+                slope.index_put_((local, ctx.asked.targets[tokens]), of_logprobs[tokens] / ctx.temperature,
+                                 accumulate=True)
+            slope = slope.to(hidden.dtype)
             of_hidden[rows] = slope @ weight
             if of_weight is not None:
                 of_weight += slope.T @ hidden[rows]
@@ -108,12 +107,30 @@ def _chunks(asked: Targets, count: int) -> list[tuple[slice, Tensor, Tensor]]:
     return found
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, exact: bool) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, exact: bool) -> Tensor:
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    if not exact:
-        logits = (hidden @ weight.T).to(dtype)
-    elif hidden.device.type == "cuda" and hidden.dtype != dtype:
-        logits = torch.mm(hidden, weight.T, out_dtype=dtype)
-    else:
-        logits = hidden.to(dtype) @ weight.T.to(dtype)
-    return logits if temperature == 1 else logits.div_(temperature)
+    if not exact or hidden.dtype == dtype:
+        return hidden @ weight.T
+    if hidden.device.type == "cuda":
+        return torch.mm(hidden, weight.T, out_dtype=dtype)
+    return hidden.to(dtype) @ weight.T.to(dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1 else logits / temperature
+
+
+def _summary(logits: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    scaled = _scaled(logits, temperature)
+    lse = scaled.logsumexp(-1)
+    return lse, lse - ((scaled - lse[:, None]).exp() * scaled).sum(-1) if entropy else None
+
+
+def _slope(
+    logits: Tensor, temperature: float, lse: Tensor, entropies: Tensor, factor: Tensor, spread: Tensor | None
+) -> Tensor:
+    """Of what was made of logits, but for the term of the targets."""
+    logs = _scaled(logits, temperature) - lse[:, None]
+    factor = factor[:, None] if spread is None else factor[:, None] + spread[:, None] * (logs + entropies[:, None])
+    return logs.exp() * (factor / -temperature)
