@@ -1,0 +1,88 @@
+"""The memory of a rank, worked out from shapes."""
+
+from dataclasses import replace
+
+import pytest
+
+from molt_gym.errors import ConfigError
+from molt_gym.trainers.actor import head
+from molt_gym.trainers.actor.memory import GIB, HEAD_CHUNK, Plan, activations, describe, fit, needs
+from molt_gym.trainers.actor.sizes import Shape, Sizes
+
+DENSE = Shape.of({
+    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True})
+SPARSE = Shape.of({
+    "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128})
+H200 = 140 * GIB
+
+
+def test_a_model_of_4b_on_one_device_takes_16_bytes_a_parameter_and_a_copy_to_compute_with() -> None:
+    needed = needs(DENSE, Plan(Sizes(), 16384))
+    assert needed["parameters"] == 4 * DENSE.parameters()
+    assert needed["optimizer"] == 8 * DENSE.parameters()
+    assert needed["gathered weights"] == 2 * DENSE.parameters()
+    assert needed["gradients"] == pytest.approx(4 * DENSE.parameters(), rel=0.05)
+
+
+def test_ranks_share_masters_and_optimizer_but_each_gathers_embedding_and_layers() -> None:
+    alone, eight = (needs(DENSE, Plan(Sizes(world), 16384)) for world in (1, 8))
+    for part in ("parameters", "optimizer"):
+        assert eight[part] == alone[part] / 8
+    assert 2 * DENSE.embeddings < eight["gathered weights"] < alone["gathered weights"] / 5
+
+
+def test_a_gradient_that_is_summed_before_it_is_exchanged_is_whole_on_each_rank() -> None:
+    plan = Plan(Sizes(8), 16384)
+    extra = needs(DENSE, plan, whole_gradient=True)["gradients"] - needs(DENSE, plan)["gradients"]
+    assert extra == 4 * DENSE.parameters()
+    alone = replace(plan, sizes=Sizes())
+    assert needs(DENSE, alone, whole_gradient=True) == needs(DENSE, alone)
+
+
+def test_checkpointing_tp_and_cp_leave_fewer_activations() -> None:
+    none, selective, full = (activations(DENSE, Plan(Sizes(), 1, mode)) for mode in ("none", "selective", "full"))
+    assert none / 2.5 < selective < none / 2
+    assert full < none / 15
+    assert none / 2 < activations(DENSE, Plan(Sizes(2, tp=2), 1)) < none * 0.7
+    whole, half = (needs(DENSE, Plan(Sizes(2, cp=cp), 16384)) for cp in (1, 2))
+    assert half["activations"] == whole["activations"] / 2
+
+
+def test_frozen_models_a_critic_and_adapters_change_what_is_needed() -> None:
+    plan = Plan(Sizes(), 2048)
+    needed = needs(DENSE, replace(plan, frozen=1, trained=2, share=0.01))
+    assert needed["frozen models"] == 2 * DENSE.parameters()
+    assert needed["parameters"] == 8 * DENSE.parameters()
+    assert needed["optimizer"] == pytest.approx(0.16 * DENSE.parameters())
+    assert "optimizer" not in needs(DENSE, replace(plan, offload=True))
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic_and_what_does() -> None:
+    with pytest.raises(ConfigError) as refused:
+        fit(DENSE, Plan(Sizes(), 16384), H200)
+    message = str(refused.value)
+    assert "140.0 GiB" in message and "4.02B parameters" in message and "activations 93.38" in message
+    assert message.endswith("Write actor.activation_checkpointing = 'selective' or actor.activation_checkpointing = "
+                            "'full'")
+    assert fit(DENSE, Plan(Sizes(), 16384, "selective"), H200)
+
+
+def test_the_same_options_take_700b_on_as_many_devices_as_it_needs() -> None:
+    with pytest.raises(ConfigError, match="actor.activation_checkpointing = 'full' with actor.world_size = 128"):
+        fit(SPARSE, Plan(Sizes(8, ep=8), 8192), H200)
+    plan = Plan(Sizes(128, ep=32), 8192, "full")
+    # There is room for it, but not for a whole gradient on each rank.
+    assert fit(SPARSE, plan, H200) is False
+    assert "671.03B parameters on 128 ranks" in describe(SPARSE, plan)
+
+
+def test_where_the_memory_is_not_known_all_fits() -> None:
+    assert fit(SPARSE, Plan(Sizes(), 8192), None)
+
+
+def test_logits_are_those_of_the_positions_that_the_head_takes_at_once() -> None:
+    assert HEAD_CHUNK == head.CHUNK
