@@ -5,6 +5,7 @@ a row that has no gradient is not computed, yet it counts in the weights of the 
 changes nothing and is counted; a reference model or a critic is there only if it is used.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,9 @@ from ..config import Config
 from .attention import Visible
 from .model import Policy, Told, load_policy, reshard
 from .packing import MicroBatch, TrainRow, Trie, balance, collate, micro_batches
+from .parallel import Layout
 from .scoring import Scores, Scoring, token_advantages
+from .sizes import Sizes
 from .state import StateWriter, read_state
 from .trained import Trained
 
@@ -57,8 +60,12 @@ class FsdpActor:
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", self._rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         self._export_dtype = AutoConfig.from_pretrained(spec.path).dtype or torch.float32
-        load = partial(load_policy, device=self._device, ranks=self._ranks, compute=spec.dtype,
-                       max_context=spec.config.rollout.max_context, exact=spec.config.actor.head_dtype == "float32")
+        if cuda:
+            torch.cuda.set_device(self._device)
+        self._layout = Layout.of(Sizes.of(spec.config.actor), self._device.type)
+        load = partial(load_policy, layout=self._layout, compute=spec.dtype,
+                       max_context=spec.config.rollout.max_context, exact=spec.config.actor.head_dtype == "float32",
+                       checkpointing=spec.config.actor.activation_checkpointing)
         self._scoring, critic = Scoring.of(spec.config), self._config.critic
         self._learner = Trained(load(spec.path), self._config.actor, spec.total_updates)
         self._policy = self._learner.policy
@@ -104,6 +111,7 @@ class FsdpActor:
             if own:
                 share = loss.detach().double()
                 add(total, metrics | {f"{names[0]}/loss": torch.stack([share, torch.zeros_like(share)])})
+        learner.policy.finish_gradients()
         values = {f"{names[1]}/{name}": value for name, value in learner.step(self.updates).items()}
         # What all ranks have in common comes from the first.
         share = 1.0 if self._rank == 0 else 0.0
@@ -124,8 +132,8 @@ class FsdpActor:
 
         Every rank must take part in every forward and backward pass; those with no rows left lend one of `window`.
         """
-        shares = [micro_batches(part, limit) for part in balance(rows, self._ranks, self._pair_cost)]
-        own, steps = shares[self._rank], max(map(len, shares))
+        shares = [micro_batches(part, limit) for part in balance(rows, self._layout.sizes.dp, self._pair_cost)]
+        own, steps = shares[self._layout.share], max(map(len, shares))
         for step in range(steps):
             mine = step < len(own)
             yield self._collate(own[step]) if mine else self._lent(window), mine, step == steps - 1
@@ -135,7 +143,7 @@ class FsdpActor:
         return self._collate(micro_batches([shortest], len(shortest.ids))[0])
 
     def _collate(self, tries: Sequence[Trie]) -> MicroBatch:
-        return collate(tries, self._device, Visible.multiple(self._device))
+        return collate(tries, self._device, math.lcm(Visible.multiple(self._device), self._layout.sizes.cp))
 
     def _told(self, batch: MicroBatch, policy: Policy, *, entropy: bool = False) -> Told:
         return policy(batch, self._config.rollout.temperature, entropy=entropy)
@@ -219,7 +227,8 @@ class FsdpActor:
 
     def _sum_over_ranks(self, metrics: Metrics) -> Metrics:
         everything: list[Metrics] = [{}] * self._ranks
-        dist.all_gather_object(everything, {name: value.cpu() for name, value in metrics.items()})
+        mine = metrics if self._layout.first else {}
+        dist.all_gather_object(everything, {name: value.cpu() for name, value in mine.items()})
         total: Metrics = {}
         for part in everything:
             add(total, part)

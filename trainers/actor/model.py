@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..architecture import check_architecture
 from .attention import ATTENTION
+from .context import Share
 from .head import score
 from .packing import MicroBatch
+from .parallel import Layout, tensor_parallel, tensor_plan
+from .recompute import Mode, recompute
 
 
 class Told(NamedTuple):
@@ -33,31 +35,42 @@ class Told(NamedTuple):
 class Policy(nn.Module):
     """The decoder, and the head on the positions that are scored only.
 
-    critic: the head tells values. exact: it computes in float32.
+    layout: of the ranks, if there are several. critic: the head tells values. exact: it computes in float32.
     """
 
-    def __init__(self, model: nn.Module, *, critic: bool = False, exact: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout | None = None, *, critic: bool = False, exact: bool = False
+    ) -> None:
         super().__init__()
-        self.model, self._critic, self._exact = model, critic, exact
+        self.model, self._layout, self._critic, self._exact = model, layout, critic, exact
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, *, entropy: bool = False) -> Told:
         """What is said of the batch's trainable tokens."""
-        hidden = self.model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                       use_cache=False, visible=batch.visible).last_hidden_state
-        hidden, head = hidden[0, batch.sources], self.model.get_output_embeddings()
+        context = self._layout and self._layout.context
+        part = batch if context is None else Share.of(batch, context)
+        hidden = self.model.base_model(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False,
+                                       visible=batch.visible, context=context).last_hidden_state
+        hidden, head = hidden[0, part.sources], self.model.get_output_embeddings()
         if self._critic:
-            return Told(values=head(hidden).float()[batch.source_of, 0])
-        return Told(*score(hidden, head, batch, temperature=temperature, entropy=entropy, exact=self._exact))
+            told = Told(values=head(hidden).float()[part.source_of, 0])
+        else:
+            told = Told(*score(hidden, head, part, temperature=temperature, entropy=entropy, exact=self._exact))
+        return told if context is None else Told(*(value if value is None else part.together(value) for value in told))
+
+    def finish_gradients(self) -> None:
+        """Once the backward passes of a step are over: sum what tensor parallelism leaves to be summed."""
+        if self._layout and self._layout.tp:
+            self._layout.finish(dict(self.model.named_parameters()), tensor_plan(self.model))
 
 
 def load_policy(
-    path: str | Path, device: torch.device, ranks: int, compute: torch.dtype, max_context: int, *,
-    frozen: bool = False, critic: bool = False, exact: bool = False,
+    path: str | Path, layout: Layout, compute: torch.dtype, max_context: int, *,
+    frozen: bool = False, critic: bool = False, exact: bool = False, checkpointing: Mode = "none",
 ) -> Policy:
-    """The model of a folder, sharded over all ranks: in float32, or frozen in the precision that it computes in.
+    """The model of a folder, cut as `layout` says: in float32, or frozen in the precision that it computes in.
 
     critic: with a head of one output, which is 0 at first, for the value before each token. exact: with a head that
-    computes in float32.
+    computes in float32. checkpointing: see `recompute`.
 
     Raises:
         ConfigError: it is of a kind that is not supported.
@@ -69,10 +82,14 @@ def load_policy(
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)
         model.set_output_embeddings(head)
-    policy = Policy(model.to(device).eval(), critic=critic, exact=exact).requires_grad_(not frozen)
-    options = {"mesh": init_device_mesh(device.type, (ranks,)), "reshard_after_forward": ranks > 1,
+    policy = Policy(model.eval(), layout, critic=critic, exact=exact).requires_grad_(not frozen)
+    if layout.tp is not None:
+        tensor_parallel(model, layout.tp)
+    options = {"mesh": layout.shards, "reshard_after_forward": layout.sizes.shards > 1,
                "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
     for layer in model.base_model.layers:
+        recompute(layer, "none" if frozen else checkpointing)
+        # It goes to the device here: one layer after the other, so that the whole model never lies there.
         fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in sharded_parts(policy):
