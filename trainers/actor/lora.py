@@ -8,12 +8,14 @@ number of ranks; there is no dropout, under which sampler and trainer would be t
 import hashlib
 import json
 import math
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -59,6 +61,10 @@ def add_adapters(model: nn.Module, config: LoraConfig, seed: int) -> None:
         ConfigError: a name fits no linear layer.
     """
     model.requires_grad_(False)
+    experts = next((name for name, parameter in model.named_parameters() if parameter.ndim == 3), None)
+    if experts and dist.get_rank() == 0:
+        warnings.warn(f"actor.lora: stacks of matrices such as {experts} get no adapter and stay as they are",
+                      stacklevel=2)
     for name in _targets(model, config):
         owner, _, last = name.rpartition(".")
         parent, linear = model.get_submodule(owner), model.get_submodule(name)
@@ -69,7 +75,7 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
     """Names of the layers that get an adapter, in the model's order."""
     head = model.get_output_embeddings()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    if config.target_modules == "all-linear":
+    if config.target_modules == ("all-linear",):
         return [name for name, _ in model.named_modules() if name in linear]
     chosen: set[str] = set()
     for target in config.target_modules:
@@ -88,12 +94,6 @@ def _why_not(model: nn.Module, target: str) -> str:
         return "is no layer of this model"
     kind = "experts, a stack of matrices" if "experts" in others[0] else "an embedding, the head or a block"
     return f"is no linear layer ({others[0]}, {kind}), and only those can have an adapter"
-
-
-def untrained_experts(model: nn.Module) -> str | None:
-    """The name of some routed experts, which stay as they are."""
-    return next((name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "experts" in name),
-                None)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _whole(parameter: Tensor) -> Tensor:
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str) -> None:
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> None:
     """Write a folder that peft and vLLM load; base: the model that it belongs to.
 
     tensors: by peft's names, in float32.
@@ -144,8 +144,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: LoraConfi
               folder / "adapter_model.safetensors", metadata={"format": "pt"})
     layers = sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors})
     text = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
-        "lora_alpha": config.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+        "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
         "init_lora_weights": True, "inference_mode": True, "use_rslora": False, "use_dora": False,
         "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "target_modules": layers}
     (folder / "adapter_config.json").write_text(json.dumps(text, indent=2), encoding="utf-8")

@@ -5,12 +5,15 @@ Invariants: a gradient that is not finite, on any rank, changes nothing on all; 
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from molt_gym.errors import ConfigError
 
 from ..config import ActorConfig
 from .lora import adapters, base_hash, merged
@@ -32,7 +35,7 @@ class Trained:
         self.named = dict(policy.model.named_parameters())
         self.trainable = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self._optimizers = make_optimizers(policy.model, self.trainable, config)
-        self._base = base_hash(base) if base else None
+        self._folder, self._base = base, base_hash(base) if base else None
 
     def step(self, updates: int) -> dict[str, float]:
         """Apply the gradient, if it is finite, after so many updates; lr, grad_norm and skipped_nonfinite."""
@@ -70,7 +73,8 @@ class Trained:
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters by their names in the checkpoint, adapters merged into them; all ranks must iterate."""
-        return merged(self.policy.model, self.named)
+        for name, tensor in merged(self.policy.model, self.named):
+            yield from self.policy.exported(name, tensor)
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole adapters by the names that peft gives them; all ranks must iterate."""
@@ -83,10 +87,11 @@ class Trained:
                 "optimizer": optimizer_state(self._optimizers, self.trainable)} | (
                 {} if self._base is None else {"base": self._base.clone()})
 
-    def loaded(self, state: dict[str, Any]) -> bool:
-        """After a checkpoint was read into `state`: whether its adapters are of this base model."""
-        self.reshard()
-        return self._base is None or torch.equal(state["base"], self._base)
+    def check(self, state: dict[str, Any], folder: Path) -> None:
+        """After a checkpoint was read into `state`: raise ConfigError if its adapters are of another base model."""
+        if self._base is not None and not torch.equal(state["base"], self._base):
+            raise ConfigError(f"model: the adapters in {folder} were trained on other weights than those in "
+                              f"{self._folder}; name the model with which the run began")
 
     def reshard(self) -> None:
         """Forget weights that were gathered before they changed."""
