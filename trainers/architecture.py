@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 
 from molt_gym.errors import ConfigError
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configurations name the number of experts."""
 _LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
 
 

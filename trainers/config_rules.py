@@ -66,6 +66,15 @@ def _batch_contradictions(config: Config) -> Iterator[str]:
 
 def _actor_contradictions(config: Config) -> Iterator[str]:
     actor, lora = config.actor, config.actor.lora
+    if actor.ep > 1 and actor.backend == "transformers":
+        yield (f"actor.ep: {actor.ep} with actor.backend = 'transformers', which has each expert on every rank; write "
+               "backend = 'automodel' or ep = 1")
+    if actor.ep > 1 and lora.rank:
+        yield (f"actor.ep: {actor.ep} with actor.lora.rank = {lora.rank}; adapters are for models that each rank can "
+               "take layer by layer: write ep = 1 or lora.rank = 0")
+    if actor.tp > 1 and (actor.backend == "automodel" or actor.ep > 1):
+        yield (f"actor.tp: {actor.tp} with a model of nemo_automodel (actor.backend, actor.ep), which is shared by ep "
+               "and cp alone; write tp = 1, or backend = 'transformers' and ep = 1")
     if actor.decay_share != 0.2 and actor.schedule != "wsd":
         yield (f"actor.decay_share: {actor.decay_share} with actor.schedule = {actor.schedule!r}, which has no such "
                "share; write schedule = 'wsd' or leave it out")
@@ -79,6 +88,9 @@ def _actor_contradictions(config: Config) -> Iterator[str]:
         yield "actor.lora: is configured, and actor.lora.rank = 0 trains all weights; write a rank, such as 32"
     if not lora.rank:
         return
+    if actor.tp > 1:
+        yield (f"actor.tp: {actor.tp} with adapters, which it cannot cut; write actor.tp = 1 (adapters need little "
+               "memory) or actor.lora.rank = 0")
     if lora.transfer == "adapter" and not config.adapter_updates:
         which = ("rollout.release_memory = true, where the engine forgets the model that adapters belong to"
                  if config.rollout.release_memory else "rollout.engine = 'transformers', which takes whole weights")
@@ -160,7 +172,8 @@ def _settings(config: Config) -> Settings:
         teacher_engine=algorithm.teacher_engine != "actor",
         critic=config.critic != type(config.critic)(),
         importance=importance.level, mode=importance.mode, gate=importance.gate, low=importance.low,
-        high=importance.high, dynamic_filter=rollout.dynamic_filter is not None,
+        high=importance.high, score_centering=importance.score_centering,
+        dynamic_filter=rollout.dynamic_filter is not None,
         overlong_buffer=algorithm.overlong_buffer, truncation_coefficient=algorithm.truncation_coefficient,
         group_size=rollout.group_size, groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness,
         top_p=rollout.top_p, top_k=rollout.top_k, routing_replay=rollout.routed_experts,

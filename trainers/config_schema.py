@@ -77,6 +77,7 @@ Names = Annotated[tuple[Text, ...],
 Dtype = Literal["auto", "float32", "bfloat16"]
 MOST_RANK = 512
 """Of adapters, in vLLM."""
+Backend = Literal["auto", "transformers", "automodel"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
@@ -185,6 +186,8 @@ class ImportanceConfig(Section):
     """Lower end of the band, for gate ratio."""
     high: Positive = 2.0
     """Upper end of the band."""
+    score_centering: Natural = 0
+    """How many of the sampler's likeliest tokens the bias of a correction is taken out by; 0 is off."""
 
 
 class KlConfig(Section):
@@ -300,12 +303,18 @@ class ActorConfig(Section):
     """The same for passes without gradients; without it, 4 times micro_batch_tokens."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """Precision of logits: that of the model, or float32, which costs little."""
+    backend: Backend = "auto"
+    """What builds the model: transformers, or nemo_automodel; auto: the latter for experts that it knows, on GPUs."""
     world_size: Count = 1
     """Processes that share the update: shares of the rows × cp × tp."""
     tp: Count = 1
     """Processes that share each layer's matrices, by heads and columns."""
     cp: Count = 1
     """Processes that share the tokens of each micro-batch, so that long rows fit."""
+    ep: Count = 1
+    """Processes that share the experts of each layer, of those that have other rows, with backend automodel."""
+    frozen_router: bool = False
+    """Whether the routers of a mixture-of-experts model stay as they are."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again: nothing, all but matrix products and attention, or whole layers."""
     offload_optimizer: bool = False

@@ -4,6 +4,7 @@ Invariants: dropout is off, so that trainer and sampler are one distribution; th
 scored only; gradients are sums over ranks.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,30 +13,44 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from molt_gym.errors import ConfigError
+
 from ..architecture import check_architecture
+from ..config_schema import Backend, LoraConfig
+from . import automodel
 from .attention import ATTENTION
 from .context import Share
 from .head import score
+from .lora import add_adapters
 from .packing import MicroBatch
 from .parallel import Layout, tensor_parallel, tensor_plan
 from .recompute import Mode, recompute
+from .routing import Routing
 
 
 class Told(NamedTuple):
     """What a model says of the N trainable tokens of a batch, each [N] and float32; a tuple, as FSDP looks into it.
 
-    logprobs, entropy: under a temperature, entropy where it was asked for. values: of a critic, before each token.
+    logprobs, entropy: under a temperature, entropy where it was asked for. values: of a critic, before each token. top:
+    [N, k] log-probabilities of the batch's likeliest tokens, if it has any.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    top: Tensor | None = None
+
+    def parted(self, count: int) -> "Told":
+        """With the likeliest tokens, which follow the others, for themselves."""
+        parts = [value if value is None else value[:count] for value in self[:3]]
+        return Told(*parts, None if self.logprobs is None else self.logprobs[count:].unflatten(0, (count, -1)))
 
 
 class Policy(nn.Module):
     """The decoder, and the head on the positions that are scored only.
 
-    layout: of the ranks, if there are several. critic: the head tells values. exact: it computes in float32.
+    layout: of the ranks, if there are several. critic: the head tells values. exact: it computes in float32. Its
+    `routing` replays the experts that a batch has, until the next forward pass.
     """
 
     def __init__(
@@ -43,19 +58,29 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self._layout, self._critic, self._exact = model, layout, critic, exact
+        self.routing = Routing(model.base_model.layers)
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, *, entropy: bool = False) -> Told:
         """What is said of the batch's trainable tokens."""
         context = self._layout and self._layout.context
         part = batch if context is None else Share.of(batch, context)
+        self.routing.follow(part.experts)
         hidden = self.model.base_model(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False,
                                        visible=batch.visible, context=context).last_hidden_state
         hidden, head = hidden[0, part.sources], self.model.get_output_embeddings()
         if self._critic:
             told = Told(values=head(hidden).float()[part.source_of, 0])
         else:
-            told = Told(*score(hidden, head, part, temperature=temperature, entropy=entropy, exact=self._exact))
-        return told if context is None else Told(*(value if value is None else part.together(value) for value in told))
+            scored = getattr(head, "score", score)
+            told = Told(*scored(hidden, head, part, temperature=temperature, entropy=entropy, exact=self._exact))
+        if context is not None:
+            told = Told(*(value if value is None else part.together(value) for value in told))
+        return told if batch.top is None else told.parted(len(batch.weights))
+
+    def exported(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A whole parameter by the names, and in the parts, in which transformers and vLLM take it."""
+        adapter = getattr(self.model, "state_dict_adapter", None)
+        yield from [(name, whole)] if adapter is None else adapter.convert_single_tensor_to_hf(name, whole)
 
     def finish_gradients(self) -> None:
         """Once the backward passes of a step are over: sum what tensor parallelism leaves to be summed."""
@@ -66,28 +91,42 @@ class Policy(nn.Module):
 def load_policy(
     path: str | Path, layout: Layout, compute: torch.dtype, max_context: int, *,
     frozen: bool = False, critic: bool = False, exact: bool = False, checkpointing: Mode = "none",
+    lora: LoraConfig | None = None, seed: int = 0, backend: Backend = "transformers", frozen_router: bool = False,
 ) -> Policy:
     """The model of a folder, cut as `layout` says: in float32, or frozen in the precision that it computes in.
 
     critic: with a head of one output, which is 0 at first, for the value before each token. exact: with a head that
-    computes in float32. checkpointing: see `recompute`.
+    computes in float32. checkpointing: see `recompute`. lora: frozen but for adapters, which `seed` fixes. backend:
+    what builds it, but for a critic, which transformers builds. frozen_router: routers are not trained.
 
     Raises:
         ConfigError: it is of a kind that is not supported.
     """
-    check_architecture(AutoConfig.from_pretrained(path), max_context)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=compute if frozen else torch.float32,
-                                                 attn_implementation=ATTENTION)
+    config = AutoConfig.from_pretrained(path)
+    check_architecture(config, max_context)
+    storage, ep = compute if frozen or lora else torch.float32, 1 if critic else layout.sizes.ep
+    native = not critic and automodel.chosen(backend, config, layout)
+    model = automodel.build(path, layout.shards.device_type, storage, compute, ep=ep,
+                            checkpointing="none" if frozen else checkpointing) if native else (
+        AutoModelForCausalLM.from_pretrained(path, dtype=storage, attn_implementation=ATTENTION))
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)
         model.set_output_embeddings(head)
     policy = Policy(model.eval(), layout, critic=critic, exact=exact).requires_grad_(not frozen)
+    if lora is not None:
+        add_adapters(model, lora, seed)
+    if frozen_router and not critic:
+        if not policy.routing.routers:
+            raise ConfigError(f"actor.frozen_router: true for a model without routers ({config.model_type}); write "
+                              "false")
+        policy.routing.freeze()
     if layout.tp is not None:
         tensor_parallel(model, layout.tp)
+    # Layers of nemo_automodel get angles in float32, which must stay so.
     options = {"mesh": layout.shards, "reshard_after_forward": layout.sizes.shards > 1,
-               "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
-    for layer in model.base_model.layers:
+               "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=not native)}
+    for layer in model.base_model.layers if ep == 1 else ():
         recompute(layer, "none" if frozen else checkpointing)
         # It goes to the device here: one layer after the other, so that the whole model never lies there.
         fully_shard(layer, **options)
