@@ -1,4 +1,4 @@
-"""The command `molt-gym`: train, sft, distill, eval, rollout, serve, envs, doctor.
+"""The command `molt-gym`: train, sft, distill, eval, rollout, serve, export, envs, doctor.
 
 Exit codes: 0 done; 1 the run failed or something essential is broken; 2 the command or a setting is wrong (one message,
 no traceback); 130 interrupted. Heavy modules are imported by the commands that need them, so help and `envs` are quick.
@@ -174,6 +174,15 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _export(options: argparse.Namespace, rest: list[str]) -> int:
+    refuse(rest)
+    import molt_gym
+
+    step = options.step if options.step in (None, "best") else numbers(options.step)[0]
+    print(molt_gym.export(options.source, options.out, dtype=options.dtype, step=step, model=options.model))
+    return OK
+
+
 def _envs(options: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest)
     from .registry import list_envs, load_plugins
@@ -274,6 +283,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     sft.add_argument("--steps", type=int, metavar="N", help="optimizer updates, in place of epochs")
     sft.add_argument("--seed", type=int, metavar="S", help="fixes the order and what is held out (default 0)")
     sft.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one")
+    export = verb("export", _export, "write the model of a checkpoint as a folder for transformers and vLLM",
+                  "RUN_OR_CHECKPOINT --out DIR [--dtype T] [--step N|best] [--model DIR]")
+    export.add_argument("source", help="folder of a run or of a checkpoint")
+    export.add_argument("--out", metavar="DIR", required=True, help="a new folder")
+    export.add_argument("--dtype", help="of the weights, such as float32; without it, the one in which each came")
+    export.add_argument("--step", metavar="N|best", help="of a run, which checkpoint; without it, the newest")
+    export.add_argument("--model", metavar="DIR", help="where the model is now with which training began")
     for overridable in (train, sft, distill, evaluate, rollout, serve):
         overridable.add_argument(
             "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"

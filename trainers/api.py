@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from molt_gym.errors import ConfigError
 from molt_gym.policy import Policy, PolicyFunction, as_policy
 from molt_gym.tokens import Trajectory
 
-from .actor.actor import Actor
-from .atomic import atomic_path
 from .checkpoint import best_checkpoint
 from .config import Config, load_config
+from .export import about, export_checkpoint
 from .interrupts import retake, run
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
@@ -29,7 +27,7 @@ from .reference import frozen_model, portable
 from .rollout.mixture import Curriculum, MixedPool, Mixture, Player, load_curriculum, split
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
-from .session import Sampler, env_maker, merge, mixed_preset, policy_runner, seed_everything, with_own_turns
+from .session import Sampler, env_maker, merge, mixed_preset, policy_runner, seed_everything, with_adapter_rate, with_own_turns
 from .teacher import TeacherEngine
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -79,6 +77,8 @@ def train_with(
         given["seed"] = _seed_to_go_on(env, seed, earlier)
     with make_progress() as progress:
         settings, resolved = configure(env, model, config, given, progress, earlier=earlier, default=default)
+        if earlier is not None:
+            _keep_schedule(load_config(file=earlier), settings, earlier.parent)
         frozen = frozen_model(settings, resolved.path, progress)
         if settings.curriculum and not callable(curriculum):
             curriculum = load_curriculum(settings.curriculum)
@@ -98,6 +98,14 @@ def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
             raise ConfigError(f"{name}: {value!r}, but the run in {earlier.parent} has {known!r}; write that to go on "
                               "with it, or choose another folder")
     return kept.seed
+
+
+def _keep_schedule(kept: Config, config: Config, folder: Path) -> None:
+    totals = [settings.steps * settings.algorithm.updates_per_batch for settings in (kept, config)]
+    if config.actor.schedule != "constant" and totals[0] != totals[1]:
+        raise ConfigError(f"steps: the learning rate of the run in {folder} falls over {totals[0]} updates and would "
+                          f"jump if there were {totals[1]}; write steps = {kept.steps}, or actor.schedule = 'constant' "
+                          f"to train on at actor.lr, or begin a new run with model = '{folder / 'model'}'")
 
 
 async def _train(
@@ -124,11 +132,11 @@ async def _train(
         if config.algorithm.teacher_engine == "vllm":
             teacher = await asyncio.to_thread(TeacherEngine, config, frozen, sampler.renderer)
             stack.push_async_callback(teacher.close)
-        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher)
+        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher, about(model.path, config.actor))
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
-        checkpoint = await loop.run(partial(export_model, model.path, run_dir.model_path))
+        checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path))
         progress.finish(_summary(run_dir, len(loop.losses)))
     return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint, best_checkpoint(run_dir.checkpoints_path))
 
@@ -148,13 +156,6 @@ def _pool(
     mixture = Mixture({env: entry["weight"] for env, entry in config.mixture.items()}, tasks, seed)
     mixed = sampler.mixed_runner(makers, **options)
     return mixed, MixedPool(mixed, mixture, plan, seed=seed, curriculum=curriculum, last_line=run_dir.last_step)
-
-
-def export_model(source: Path, path: Path, actor: Actor) -> None:
-    """Write a folder that transformers loads, whole: the weights, and the tokenizer of `source`."""
-    with atomic_path(path) as folder:
-        actor.export(folder)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def rollout(
@@ -219,6 +220,7 @@ def configure(
                              say=progress.message)
     preset = merge(default or {}, merge(resolved.preset, mixed_preset(parts, resolved.name)))
     settings = load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier)
+    settings = with_adapter_rate(settings, draft.actor, progress.message)
     return with_own_turns(settings, resolved.name), resolved
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,15 @@ class Checkpoints:
         asynchronous: whether `begin` returns as soon as the state is copied.
         say: told what became of each, in any thread.
         mark: called when one is there, before older ones are deleted, in any thread; may mark it as the best.
+        about: of what they are, for `export`: the model folder with which training began, for instance.
     """
 
     def __init__(
         self, folder: Path, keep: int, *, asynchronous: bool = True, say: Callable[[str], None] = lambda _: None,
-        mark: Callable[[], None] = lambda: None,
+        mark: Callable[[], None] = lambda: None, about: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._folder, self._keep, self._asynchronous, self._say, self._mark = folder, keep, asynchronous, say, mark
+        self._folder, self._keep, self._asynchronous, self._about = folder, keep, asynchronous, about
+        self._say, self._mark = say, mark
         self._writing: Future[Path] | None = None
         self.step: int | None = None
         """Of the state that is saved or being written, the last one; None if it could not be written."""
@@ -70,7 +73,7 @@ class Checkpoints:
         if step == self.step:
             return
         copied: Future[None] = Future()
-        state = {"step": step, **state, "generators": _generators()}
+        state = {"step": step, **self._about, **state, "generators": _generators()}
         self._writing = call_in_thread(partial(self._write, step, actor, state, copied), "molt-gym-checkpoints")
         self.step = step
         wait([copied, self._writing], return_when=FIRST_COMPLETED)
@@ -179,10 +182,10 @@ def best_checkpoint(folder: Path) -> Path | None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; each broken one that is newer is named in a warning."""
     for path in sorted(folder.glob("step-*"), reverse=True):
-        problem = _problem(path)
-        if problem is None:
+        trouble = problem(path)
+        if trouble is None:
             return path
-        warnings.warn(f"checkpoint {path} is not whole ({problem}); trying an older one", stacklevel=2)
+        warnings.warn(f"checkpoint {path} is not whole ({trouble}); trying an older one", stacklevel=2)
     return None
 
 
@@ -191,7 +194,7 @@ def load_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
-def _problem(path: Path) -> str | None:
+def problem(path: Path) -> str | None:
     """Why the checkpoint cannot be used."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))

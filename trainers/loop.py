@@ -11,7 +11,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +52,8 @@ class Loop:
     progress: Progress
     teacher: TeacherEngine | None = None
     """If it has an engine of its own."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """See `Checkpoints`."""
     step: int = 0
     exhausted: bool = False
     actor: Actor | None = None
@@ -70,8 +72,9 @@ class Loop:
         self.kl = self._kl({})
         self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
         checkpoint, say = self.config.checkpoint, self.progress.message
-        self.checkpoints = Checkpoints(self.run_dir.checkpoints_path, checkpoint.keep, say=say,
-                                       asynchronous=checkpoint.asynchronous, mark=lambda: self.evaluations.mark_best())
+        self.checkpoints = Checkpoints(
+            self.run_dir.checkpoints_path, checkpoint.keep, asynchronous=checkpoint.asynchronous, say=say,
+            mark=lambda: self.evaluations.mark_best(), about=self.about)
         self.watchdog = Watchdog(self.config.failures.watchdog, self.sampler.pending, self.progress.message)
 
     @property
@@ -101,8 +104,8 @@ class Loop:
         self.whole = True
         return path is not None
 
-    async def run(self, finish: Callable[[Actor], None]) -> Path:
-        """All steps that are left, with evaluations and checkpoints, then `finish`; returns the last checkpoint.
+    async def run(self, finish: Callable[[Path], None]) -> Path:
+        """All steps that are left, with evaluations and checkpoints, then `finish` with the last one; returns that.
 
         Raises:
             RunFailed: too many rollouts failed, actors were lost too often, or there was nothing to train on.
@@ -135,7 +138,7 @@ class Loop:
             await asyncio.to_thread(self.actor.close)
         gc.unfreeze()
 
-    async def _run(self, finish: Callable[[Actor], None]) -> Path:
+    async def _run(self, finish: Callable[[Path], None]) -> Path:
         await self._send_weights()
         await self._between_steps()
         while not self._over:
@@ -144,7 +147,7 @@ class Loop:
         await self._served(self.evaluations.finish())
         path = await self._save()
         with self.watchdog.doing("exporting the model"):
-            await self._to_the_end(asyncio.to_thread(finish, self.actor))
+            await self._to_the_end(asyncio.to_thread(finish, path))
         return path
 
     @property
@@ -203,7 +206,7 @@ class Loop:
         if self._held:
             times["time/checkpoint"], self._held = self._held, 0.0
         metrics |= times | fault_metrics(self.sampler.take_faults())
-        metrics |= rates(metrics, batch.played, groups)
+        metrics |= rates(metrics, batch.played)
         if self.losses:
             metrics["actor/restarts"] = len(self.losses)
         # Records may have to come from other nodes.

@@ -22,14 +22,15 @@ from molt_gym.tokens import Renderer
 
 from .actor.fsdp_actor import ActorSpec
 from .actor.launch import LocalActor
-from .api import Settings, TrainResult, draw_curve, export_model
+from .api import Settings, TrainResult, draw_curve
 from .checkpoint import best_checkpoint
 from .config import load_settings
+from .export import about, export_checkpoint
 from .interrupts import run
 from .models import ResolvedModel, resolve_model
 from .progress import Progress, make_progress
 from .run_dir import RunDir, default_path, holds_run
-from .session import merge, pick_dtype, seed_everything
+from .session import merge, pick_dtype, seed_everything, with_adapter_rate
 from .sft_config import SftConfig
 from .sft_data import Data, Example, load_examples
 from .sft_loop import SftLoop, actor_config
@@ -57,8 +58,10 @@ def sft(
         resume = earlier is not None and settings.checkpoint.resume == "auto"
         settings = _load(config, overrides, given, earlier=earlier if resume else None)
         resolved = resolve_model(settings.model, env=_TINY_ENV, seed=settings.seed, say=progress.message)
+        said = settings.actor
         settings = _load(config, overrides, {**given, "model": settings.model or resolved.name}, resolved.preset,
                          earlier if resume else None)
+        settings = with_adapter_rate(settings, said, progress.message)
         if (data := settings.data if data is None else data) is None:
             raise ConfigError("data: missing; write a file, the folder of a run, a dataset or a list of chat rows")
         training, held_out, settings = _examples(data, settings, resolved, progress)
@@ -116,14 +119,14 @@ async def _train(
     total = config.steps or config.epochs * math.ceil(len(training) / config.batch_size)
     dtype = pick_dtype(config.actor.dtype, torch.cuda.is_available())
     actor = await asyncio.to_thread(LocalActor, ActorSpec(str(model.path), actor_config(config), dtype, total))
-    loop = SftLoop(config, actor, training, held_out, run_dir, progress, total)
+    loop = SftLoop(config, actor, training, held_out, run_dir, progress, total, about=about(model.path, config.actor))
     try:
         if resume:
             loop.load()
         run_dir.write_config(config.to_toml())
         progress.message(f"sft · {model.name} · seed {config.seed} · {total} steps"
                          + (f", resumed after step {loop.step}" if loop.step else "") + f" → {run_dir.path}")
-        checkpoint = await loop.run(partial(export_model, model.path, run_dir.model_path))
+        checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path))
     finally:
         draw_curve(run_dir, progress)
         await asyncio.to_thread(actor.close)

@@ -10,9 +10,9 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,15 @@ class SftLoop:
     progress: Progress
     total: int
     step: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """See `Checkpoints`."""
     whole: bool = True
     """Whether weights, step and metrics file agree, so that they can be saved."""
 
     def __post_init__(self) -> None:
         checkpoint = self.config.checkpoint
         self.checkpoints = Checkpoints(self.run_dir.checkpoints_path, checkpoint.keep, say=self.progress.message,
-                                       asynchronous=checkpoint.asynchronous)
+                                       asynchronous=checkpoint.asynchronous, about=self.about)
 
     def load(self) -> None:
         """Go on from the newest whole checkpoint, without which the run begins anew.
@@ -93,15 +95,16 @@ class SftLoop:
         self.step = state["step"]
         self.run_dir.cut_metrics(self.step)
 
-    async def run(self, finish: Callable[[LocalActor], None]) -> Path:
-        """All updates that are left, with evaluations and checkpoints, then `finish`; returns the last checkpoint."""
+    async def run(self, finish: Callable[[Path], None]) -> Path:
+        """All updates that are left, with evaluations and checkpoints, then `finish` with the last one; returns it."""
         try:
             await self._done(self._between)
             while self.step < self.total:
                 await self._done(self._update)
                 await self._done(self._between)
-            await self._done(finish, self.actor)
-            return self._save()
+            path = self._save()
+            await self._done(finish, path)
+            return path
         except BaseException as error:
             interrupted = isinstance(error, asyncio.CancelledError)
             if interrupted or self.step:

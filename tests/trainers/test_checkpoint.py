@@ -1,23 +1,35 @@
 """Wherever a save is cut off, the newest whole checkpoint is found, and it is one state, never a mix of two."""
 
 import os
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
 from molt_gym.trainers.atomic import recover
-from molt_gym.trainers.checkpoint import best_checkpoint, load_state, mark_best, newest_checkpoint, save_checkpoint
+from molt_gym.trainers.checkpoint import (
+    Checkpoints,
+    best_checkpoint,
+    load_state,
+    mark_best,
+    newest_checkpoint,
+    restore_generators,
+)
 from molt_gym.trainers.config import load_config
 
 KEEP = 2
@@ -34,6 +46,12 @@ def actor(tiny_path: Path) -> Iterator[LocalActor]:
 def train(actor: LocalActor, seed: int) -> None:
     ids = torch.randint(300, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     actor.train([[TrainRow(ids, [0, *[1] * 7], [0.0, *[-5.0] * 7], 1.0, 1 / 7, 0, 0)]])
+
+
+def save_checkpoint(folder: Path, step: int, actor: LocalActor, state: dict, keep: int) -> Path:
+    checkpoints = Checkpoints(folder, keep, asynchronous=False)
+    checkpoints.begin(step, actor, state)
+    return checkpoints.finish()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -111,6 +129,72 @@ def test_a_save_that_is_cut_off_at_any_write_leaves_the_old_or_the_new_one(
     assert sorted(path.name for path in folder.iterdir()) == ["step-000003", "step-000004"]
 
 
+def test_what_is_written_is_the_state_at_the_call_whatever_is_learnt_meanwhile(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, go = {}, threading.Event()
+
+    def wait_and_save(*arguments: Any, original: Callable = dcp.save, **options: Any) -> None:
+        assert go.wait(120)
+        original(*arguments, **options)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in actor.weights()}
+
+    config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}, "actor.lr": 1e-3,
+                                              "actor.world_size": 2, "rollout.groups_per_step": 2})
+    actor = LocalActor(ActorSpec(str(tiny_path), config, torch.float32, 10))
+    try:
+        checkpoints = Checkpoints(tmp_path, 1, say=lambda line: written.update({line: None}))
+        train(actor, 1)
+        then = weights()
+        # The second rank writes its part meanwhile, with collectives of its own beside those of training.
+        monkeypatch.setattr("molt_gym.trainers.actor.state.dcp.save", wait_and_save)
+        checkpoints.begin(1, actor, {})
+        train(actor, 2)
+        later = weights()
+        assert not list(tmp_path.glob("step-*")) and not written
+        go.set()
+        path = checkpoints.finish()
+        assert list(written) == [f"step 1 saved as {path}"]
+        actor.load(path / "actor")
+        assert actor.updates == 1
+        again = weights()
+        train(actor, 2)
+        assert all(torch.equal(again[name], then[name]) for name in then)
+        assert all(torch.equal(tensor, later[name]) for name, tensor in actor.weights())
+        # A folder that only some nodes see.
+        monkeypatch.setattr("molt_gym.trainers.actor.state.dcp.save", dcp.save)
+        with pytest.raises(OSError, match="elsewhere on .* file system that all nodes share"):
+            actor.save(tmp_path / "elsewhere" / "actor")
+    finally:
+        actor.close()
+
+
+def test_what_draws_from_global_generators_goes_on_as_it_would_have(actor: LocalActor, tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.gauss(), float(np.random.normal()), float(torch.rand(()))]
+
+    draw()
+    path = save_checkpoint(tmp_path, 1, actor, {}, KEEP)
+    expected = [draw(), draw()]
+    restore_generators(load_state(path))
+    assert [draw(), draw()] == expected
+
+
+def test_a_step_that_could_not_be_written_can_be_tried_again(actor: LocalActor, tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(folder := tmp_path / "checkpoints", KEEP, say=said.append)
+    with pytest.raises(OSError):
+        checkpoints.begin(1, actor, {})
+    folder.mkdir()
+    checkpoints.begin(1, actor, {})
+    assert checkpoints.finish() == newest_checkpoint(folder)
+    assert said[0].startswith("step 1 not saved (") and said[1:] == [f"step 1 saved as {folder / 'step-000001'}"]
+    checkpoints.begin(1, actor, {})
+    assert len(said) == 2
+
+
 def test_saving_a_step_again_keeps_the_first_until_the_second_is_there(
     actor: LocalActor, folder: Path, tmp_path: Path
 ) -> None:
@@ -147,7 +231,7 @@ def test_a_damaged_file_of_the_right_name_is_found_out_and_named(folder: Path, d
         with pytest.warns(UserWarning, match="step-000003 is not whole"):
             best = newest_checkpoint(copy)
         assert best == copy / "step-000002"
-        assert load_state(best) == {"step": 2, "cursor": 20}
+        assert load_state(best).items() >= {"step": 2, "cursor": 20}.items()
         shutil.rmtree(copy)
 
 
@@ -227,16 +311,17 @@ from pathlib import Path
 import torch
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
-from molt_gym.trainers.checkpoint import save_checkpoint
+from molt_gym.trainers.checkpoint import Checkpoints
 from molt_gym.trainers.config import load_config
 
 if __name__ == "__main__":
     config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}})
     actor = LocalActor(ActorSpec(sys.argv[1], config, torch.float32, 10))
-    step = 0
+    step, checkpoints = 0, Checkpoints(Path(sys.argv[2]), 2)
     while True:
         step += 1
-        save_checkpoint(Path(sys.argv[2]), step, actor, {"cursor": step}, 2)
+        checkpoints.begin(step, actor, {"cursor": step})
+        checkpoints.finish()
         print(step, flush=True)
 """
 

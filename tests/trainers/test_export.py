@@ -1,0 +1,243 @@
+"""What transformers, vLLM and the actor compute with an exported model is the same, however it was trained and cut."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+import molt_gym
+from molt_gym.cli import main
+from molt_gym.errors import ConfigError
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.checkpoint import Checkpoints, mark_best
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.export import about, export_checkpoint
+
+IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
+
+
+def checkpoint(folder: Path, base: Path, weights: dict[str, torch.Tensor], **state: Any) -> Path:
+    """One that holds these weights."""
+    folder.mkdir(parents=True)
+    dcp.save({"model": weights, "updates": torch.tensor(3)}, checkpoint_id=folder / "actor", no_dist=True)
+    state = {"step": 3, "model": str(base), "lora_scale": 0, **state}
+    (folder / "trainer.json").write_text(json.dumps(state))
+    files = {str(file.relative_to(folder)): [file.stat().st_size, None] for file in folder.rglob("*") if file.is_file()}
+    (folder / "manifest.json").write_text(json.dumps(files))
+    return folder
+
+
+def trained(base: Path, **options: Any) -> torch.nn.Module:
+    """The model of a folder in float32 with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
+    return model
+
+
+def loaded(folder: Path) -> torch.nn.Module:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def assert_same(found: torch.nn.Module, expected: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    assert dict(found.named_parameters()).keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(found.get_parameter(name), parameter.to(dtype)), name
+
+
+@pytest.fixture(scope="module")
+def untied_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a head of its own, in bfloat16, whose norms are in float32."""
+    folder = tmp_path_factory.mktemp("untied")
+    config = AutoConfig.from_pretrained(tiny_path, tie_word_embeddings=False, dtype="bfloat16")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.float() if "norm" in name else tensor for name, tensor in tensors.items()},
+              folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_model_in_several_files_is_the_same_with_what_lay_beside_its_weights(tiny_path: Path, tmp_path: Path) -> None:
+    model = trained(tiny_path)
+    path = checkpoint(tmp_path / "step-000003", tiny_path, dict(model.named_parameters()))
+    export_checkpoint(path, tmp_path / "model", tiny_path, shard_bytes=100_000)
+    assert_same(loaded(tmp_path / "model"), model)
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 2 and all(shard.stat().st_size < 110_000 for shard in shards)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert "lm_head.weight" not in index["weight_map"] and set(index["weight_map"].values()) == {s.name for s in shards}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "model" / name).read_bytes() == (tiny_path / name).read_bytes()
+    # Also in place of one that is there.
+    export_checkpoint(path, tmp_path / "model", tiny_path)
+    assert [file.name for file in (tmp_path / "model").glob("*safetensors*")] == ["model.safetensors"]
+    assert_same(loaded(tmp_path / "model"), model)
+
+
+def test_each_weight_keeps_the_dtype_it_came_in_unless_another_is_asked_for(untied_path: Path, tmp_path: Path) -> None:
+    model = trained(untied_path)
+    path = checkpoint(tmp_path / "step-000003", untied_path, dict(model.named_parameters()))
+    kept = load_file(molt_gym.export(path, tmp_path / "kept") / "model.safetensors")
+    assert "lm_head.weight" in kept
+    for name, tensor in kept.items():
+        assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        assert torch.equal(tensor, model.get_parameter(name).to(tensor.dtype))
+    molt_gym.export(path, tmp_path / "other", dtype="float32")
+    assert AutoConfig.from_pretrained(tmp_path / "other").dtype == torch.float32
+    assert_same(loaded(tmp_path / "other"), model)
+
+
+def test_a_head_that_is_no_longer_tied_stays_and_one_that_is_tied_is_not_taken_from_the_base(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    model, base = trained(tiny_path), tmp_path / "base"
+    molt_gym.export(checkpoint(tmp_path / "whole", tiny_path, dict(model.named_parameters())), base)
+    more = {"lm_head.weight": torch.ones(300, 64), "other.scale": torch.ones(2)}
+    stale = load_file(base / "model.safetensors") | more
+    save_file(stale, base / "model.safetensors", metadata={"format": "pt"})
+    path = checkpoint(tmp_path / "tied", base, dict(model.named_parameters()))
+    found = load_file(molt_gym.export(path, tmp_path / "model") / "model.safetensors")
+    assert "lm_head.weight" not in found and torch.equal(found["other.scale"], torch.ones(2))
+    head = torch.randn_like(model.get_input_embeddings().weight)
+    path = checkpoint(tmp_path / "parted", tiny_path, {**dict(model.named_parameters()), "lm_head.weight": head})
+    parted = loaded(molt_gym.export(path, tmp_path / "own head"))
+    assert torch.equal(parted.get_output_embeddings().weight, head)
+    assert torch.equal(parted.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_experts_get_the_names_of_model_folders(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model = trained(tmp_path / "base")
+    path = checkpoint(tmp_path / "step-000003", tmp_path / "base", dict(model.named_parameters()))
+    export_checkpoint(path, tmp_path / "model", tmp_path / "base", shard_bytes=20_000)
+    assert_same(loaded(tmp_path / "model"), model)
+    names = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
+
+
+def test_adapters_are_added_to_the_weights_of_the_base(tiny_path: Path, tmp_path: Path) -> None:
+    a, b = torch.randn(4, 64), torch.randn(96, 4)
+    name = "model.layers.1.mlp.up_proj"
+    path = checkpoint(tmp_path / "step-000003", tiny_path,
+                      {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora_scale=0.5)
+    expected = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected.get_parameter(f"{name}.weight").addmm_(b, a, alpha=0.5)
+    assert_same(loaded(molt_gym.export(path, tmp_path / "model")), expected)
+
+
+@pytest.fixture
+def run(tiny_path: Path, tmp_path: Path) -> Path:
+    """A folder of a run with checkpoints of steps 1 and 2, of which the first is the best."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        model = trained(tiny_path)
+        with torch.no_grad():
+            model.model.norm.weight.fill_(step)
+        checkpoint(folder / f"step-{step:06d}", tiny_path, dict(model.named_parameters()))
+    mark_best(folder, {1: 0.5, 2: 0.1})
+    return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def no_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of checkpoints that were made by hand."""
+    monkeypatch.setattr("molt_gym.trainers.checkpoint._checksum", lambda file: None)
+
+
+@pytest.mark.parametrize(("options", "step"), [([], 2), (["--step", "1"], 1), (["--step", "best"], 1)])
+def test_the_command_takes_the_newest_checkpoint_or_the_one_named(
+    run: Path, tmp_path: Path, options: list[str], step: int, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["export", str(run), "--out", str(tmp_path / "new" / "model"), *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'new' / 'model'}\n"
+    assert loaded(tmp_path / "new" / "model").model.norm.weight.unique().tolist() == [step]
+
+
+def test_what_cannot_be_exported_is_refused_by_name(run: Path, tiny_path: Path, tmp_path: Path) -> None:
+    out, two = tmp_path / "model", run / "checkpoints" / "step-000002"
+    with pytest.raises(ConfigError, match="neither a run nor a checkpoint"):
+        molt_gym.export(tiny_path, out)
+    with pytest.raises(ConfigError, match="no checkpoint of step 7; there are: step-000001, step-000002"):
+        molt_gym.export(run, out, step=7)
+    with pytest.raises(ConfigError, match="is there already"):
+        molt_gym.export(run, run)
+    with pytest.raises(ConfigError, match="'double precision' is no dtype"):
+        molt_gym.export(run, out, dtype="double precision")
+    (two / "actor" / ".metadata").write_bytes(b"")
+    with pytest.raises(ConfigError, match="step-000002 is not whole"):
+        molt_gym.export(run, out, step=2)
+    with pytest.raises(ConfigError, match="step-000002 is not whole"):
+        molt_gym.export(two, out)
+    moved = checkpoint(tmp_path / "moved", tmp_path / "base", dict(trained(tiny_path).named_parameters()))
+    with pytest.raises(ConfigError, match="there is no model folder .*base.* name where it is now"):
+        molt_gym.export(moved, out)
+    assert not out.exists()
+    molt_gym.export(moved, out, model=tiny_path)
+
+
+FRESH = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def transformers_logprobs(folder, ids):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+
+def vllm_logprobs(folder, ids):
+    from vllm import LLM, SamplingParams
+    engine = LLM(folder, enforce_eager=True, max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=64 << 20,
+                 disable_log_stats=True)
+    (output,) = engine.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    return [known[token].logprob for token, known in zip(ids[1:], output.prompt_logprobs[1:])]
+
+if __name__ == "__main__":
+    which, folder, ids = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    print("found", json.dumps(globals()[which](folder, ids)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_fresh_processes_of_transformers_and_vllm_compute_what_the_actor_does(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}, "actor.lr": 1e-2})
+    actor = LocalActor(ActorSpec(str(tiny_path), config, torch.float32, 10))
+    try:
+        actor.train([[TrainRow(IDS, [0, *[1] * 10], [0.0, *[-5.0] * 10], 1.0, 1 / 10, 0, 0)]])
+        expected = actor.logprobs(IDS)
+        checkpoints = Checkpoints(tmp_path, 1, about=about(tiny_path, config.actor))
+        checkpoints.begin(1, actor, {})
+        path = checkpoints.finish()
+    finally:
+        actor.close()
+    out, script = molt_gym.export(path, tmp_path / "model"), tmp_path / "fresh.py"
+    script.write_text(FRESH)
+    for which in ("transformers_logprobs", "vllm_logprobs"):
+        output = subprocess.run([sys.executable, script, which, out, json.dumps(IDS)], capture_output=True, text=True,
+                                check=False, timeout=300)
+        assert output.returncode == 0, output.stderr[-3000:]
+        found = json.loads(output.stdout.rpartition("found ")[2].splitlines()[0])
+        assert found == pytest.approx(expected, abs=1e-4), which
