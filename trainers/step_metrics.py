@@ -79,15 +79,10 @@ def _by_env(batch: Batch, ended: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def rates(
-    metrics: dict[str, float], played: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]]
-) -> dict[str, float]:
-    """Tokens a second, and how far the step is from generation and training alone."""
-    trained = sum(row.stats.tokens for group in groups for trajectory in group for row in trajectory.rows)
+def rates(metrics: dict[str, float], played: Sequence[Trajectory]) -> dict[str, float]:
+    """Sampled tokens a second, and how far the step is from generation and training alone."""
     alone = metrics["time/generate"] + metrics.get("time/train", 0.0) + metrics.get("time/logprobs", 0.0)
     found = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"]}
     if alone:
         found["perf/step_over_parts"] = metrics["time/step"] / alone
-    if metrics.get("time/train"):
-        found["perf/train_tokens_per_s"] = trained / metrics["time/train"]
     return found

@@ -5,7 +5,6 @@ a row that has no gradient is not computed, yet it counts in the weights of the 
 changes nothing and is counted; a reference model or a critic is there only if it is used.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,17 +15,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from ..algorithms.importance import importance_coefficients
+from ..algorithms.importance import importance_coefficients, score_centering
 from ..algorithms.kl import kl_loss
 from ..algorithms.losses import LossOptions, aggregate, policy_loss, value_loss
 from ..algorithms.metrics import Metrics, add, mean_of, means
 from ..config import Config
-from .attention import Visible
+from .dealing import Dealer
+from .flops import peak_operations, rates
+from .lora import without_adapters
 from .model import Policy, Told, load_policy, reshard
-from .packing import MicroBatch, TrainRow, Trie, balance, collate, micro_batches
+from .packing import MicroBatch, TrainRow, build_trie
 from .parallel import Layout
 from .scoring import Scores, Scoring, token_advantages
 from .sizes import Sizes
@@ -65,15 +65,24 @@ class FsdpActor:
         self._layout = Layout.of(Sizes.of(spec.config.actor), self._device.type)
         load = partial(load_policy, layout=self._layout, compute=spec.dtype,
                        max_context=spec.config.rollout.max_context, exact=spec.config.actor.head_dtype == "float32",
-                       checkpointing=spec.config.actor.activation_checkpointing)
+                       checkpointing=spec.config.actor.activation_checkpointing, backend=spec.config.actor.backend)
         self._scoring, critic = Scoring.of(spec.config), self._config.critic
-        self._learner = Trained(load(spec.path), self._config.actor, spec.total_updates)
+        lora = self._config.actor.lora if self._config.actor.lora.rank else None
+        self._learner = Trained(load(spec.path, lora=lora, seed=self._config.seed,
+                                     frozen_router=self._config.actor.frozen_router), self._config.actor,
+                                spec.total_updates, spec.path if lora else None)
         self._policy = self._learner.policy
-        self._critic = Trained(load(spec.path, critic=True), self._config.actor.model_copy(update={"lr": critic.lr}),
+        self._critic = Trained(load(spec.path, critic=True), self._config.actor.model_copy(
+            update={"lr": critic.lr, "lr_groups": {}}),
                                spec.total_updates) if self._scoring.critic else None
-        self._reference = load(spec.reference or spec.path, frozen=True) if self._scoring.frozen else None
+        self._reference = None
+        if self._scoring.frozen:
+            # A policy with adapters is its own reference, without them.
+            own = lora and spec.reference in (None, spec.path)
+            self._reference = self._policy if own else load(spec.reference or spec.path, frozen=True)
+        self._dealer = Dealer(self._layout, self._device, self._learner.cost.pairs)
         self._writer = StateWriter()
-        self._kl = self._pair_cost = 0.0
+        self._kl = 0.0
         self.updates = 0
 
     def train(self, windows: Sequence[Sequence[TrainRow]], kl: float | None = None) -> dict[str, float]:
@@ -84,8 +93,14 @@ class FsdpActor:
         scored = time.perf_counter()
         for window in windows:
             add(total, self._update(window))
-        result = means(self._sum_over_ranks(total))
-        return result | {"time/logprobs": scored - started, "time/train": time.perf_counter() - scored}
+        total = self._sum_over_ranks(total)
+        seconds = time.perf_counter() - scored
+        peak = peak_operations(self._device, self._spec.dtype) * self._ranks
+        result = rates(total, seconds, peak) | means(total) | {"time/logprobs": scored - started, "time/train": seconds}
+        if self._device.type == "cuda":
+            result["perf/gpu_memory_peak"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        return result
 
     def _update(self, window: Sequence[TrainRow]) -> Metrics:
         total: Metrics = {}
@@ -104,12 +119,14 @@ class FsdpActor:
     ) -> Metrics:
         """One update on some rows of the window; names: prefixes of the metrics of loss and optimizer."""
         total: Metrics = {}
-        for batch, own, last in self._dealt(rows, self._config.actor.micro_batch_tokens, window):
-            learner.policy.set_requires_gradient_sync(last)
+        for batch, own, last in self._dealer.dealt(rows, self._config.actor.micro_batch_tokens, window):
+            # A rank that is alone has nobody to wait for, and then needs no gradient that is not sharded.
+            learner.policy.set_requires_gradient_sync(last or self._ranks == 1)
             loss, metrics = loss_of(batch)
             (loss if own else loss * 0).backward()
             if own:
                 share = loss.detach().double()
+                metrics |= learner.cost.done(batch, tokens=learner is self._learner)
                 add(total, metrics | {f"{names[0]}/loss": torch.stack([share, torch.zeros_like(share)])})
         learner.policy.finish_gradients()
         values = {f"{names[1]}/{name}": value for name, value in learner.step(self.updates).items()}
@@ -122,28 +139,8 @@ class FsdpActor:
     def _measure(self, window: Sequence[TrainRow]) -> Metrics:
         """No row teaches anything: no update, yet sampler and trainer are compared on one of them."""
         with torch.no_grad():
-            _, metrics = self._loss(self._lent(window))
+            _, metrics = self._loss(self._dealer.lent(window))
         return metrics if self._rank == 0 else {}
-
-    def _dealt(
-        self, rows: Sequence[TrainRow], limit: int, window: Sequence[TrainRow]
-    ) -> Iterator[tuple[MicroBatch, bool, bool]]:
-        """This rank's micro-batches of at most `limit` tokens; whether its rows are this rank's own, and the last.
-
-        Every rank must take part in every forward and backward pass; those with no rows left lend one of `window`.
-        """
-        shares = [micro_batches(part, limit) for part in balance(rows, self._layout.sizes.dp, self._pair_cost)]
-        own, steps = shares[self._layout.share], max(map(len, shares))
-        for step in range(steps):
-            mine = step < len(own)
-            yield self._collate(own[step]) if mine else self._lent(window), mine, step == steps - 1
-
-    def _lent(self, window: Sequence[TrainRow]) -> MicroBatch:
-        shortest = min(window, key=lambda row: (not any(row.mask), len(row.ids)))
-        return self._collate(micro_batches([shortest], len(shortest.ids))[0])
-
-    def _collate(self, tries: Sequence[Trie]) -> MicroBatch:
-        return collate(tries, self._device, math.lcm(Visible.multiple(self._device), self._layout.sizes.cp))
 
     def _told(self, batch: MicroBatch, policy: Policy, *, entropy: bool = False) -> Told:
         return policy(batch, self._config.rollout.temperature, entropy=entropy)
@@ -163,6 +160,10 @@ class FsdpActor:
         loss, more = policy_loss(algorithm.loss, logp, old, batch.advantages, batch.weights, batch.rows,
                                  coefficients=coefficients, options=options)
         metrics |= more
+        if importance.score_centering:
+            terms = score_centering(told.top, batch.top, batch.advantages, level=self._config.importance_level,
+                                    mode=importance.mode, low=importance.low, high=importance.high)
+            loss = loss + aggregate(terms, batch.weights)
         metrics["policy/entropy"] = mean_of(entropy)
         if self._scoring.entropy:
             loss = loss - algorithm.entropy_coefficient * aggregate(entropy, batch.weights)
@@ -171,6 +172,10 @@ class FsdpActor:
             distance, more = kl_loss(logp, reference, batch.weights, self._scoring.kind, algorithm.kl.ref)
             loss, metrics = loss + self._kl * distance, metrics | more
         return loss, metrics
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        with without_adapters(self._reference):
+            return self._told(batch, self._reference).logprobs
 
     def _value_loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         return value_loss(self._critic.policy(batch).values, batch.values, batch.returns, batch.weights,
@@ -183,7 +188,7 @@ class FsdpActor:
         if scoring.kl_reward or several:
             tell["old"] = lambda batch: self._told(batch, self._policy).logprobs
         if self._reference is not None:
-            tell["reference"] = lambda batch: self._told(batch, self._reference).logprobs
+            tell["reference"] = self._reference_logprobs
         if self._critic is not None:
             tell["values"] = lambda batch: self._critic.policy(batch).values
         every = scoring.per_token or scoring.all_rows
@@ -204,7 +209,7 @@ class FsdpActor:
         """What each of `tell` says of the trained tokens; all ranks need it for their shares of windows."""
         found: dict[str, Scores] = {name: {} for name in tell}
         limit = self._config.actor.logprob_micro_batch_tokens or 4 * self._config.actor.micro_batch_tokens
-        for batch, own, _ in self._dealt(rows, limit, rows) if tell else ():
+        for batch, own, _ in self._dealer.dealt(rows, limit, rows) if tell else ():
             for name, one in tell.items():
                 values = one(batch).tolist()
                 for row in batch.order if own else ():
@@ -223,7 +228,7 @@ class FsdpActor:
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each id but the first, at temperature 1; all ranks must call."""
         row = TrainRow(list(ids), [1] * len(ids), [0.0] * len(ids), 0.0, 0.0, 0, 0)
-        return self._policy(self._collate(micro_batches([row], len(ids))[0])).logprobs.tolist()
+        return self._policy(self._dealer.collate([build_trie([row])])).logprobs.tolist()
 
     def _sum_over_ranks(self, metrics: Metrics) -> Metrics:
         everything: list[Metrics] = [{}] * self._ranks
@@ -235,12 +240,8 @@ class FsdpActor:
         return total
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters; all ranks must iterate."""
-        for name, parameter in self._learner.named.items():
-            tensor = parameter.detach()
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local() if self._ranks == 1 else tensor.full_tensor()
-            yield name, tensor
+        """Whole parameters, or whole adapters, as the engine takes them; all ranks must iterate."""
+        return self._learner.adapters() if self._config.adapter_updates else self._learner.whole()
 
     def _state(self) -> dict[str, object]:
         critic = {"critic": self._critic.state()} if self._critic else {}
@@ -267,10 +268,11 @@ class FsdpActor:
         # A forward pass that no backward pass followed leaves the old weights gathered.
         for learner in filter(None, (self._learner, self._critic)):
             learner.reshard()
+        self._learner.check(state, folder)
 
     def export(self, folder: Path) -> None:
         """Write the model as transformers does, in the dtype that it came in."""
-        state = {name: tensor.to("cpu", self._export_dtype).clone() for name, tensor in self.weights()}
+        state = {name: tensor.to("cpu", self._export_dtype).clone() for name, tensor in self._learner.whole()}
         if self._rank == 0:
             self._policy.model.save_pretrained(folder, state_dict=state)
             # save_pretrained takes the dtype from the model, which is in float32 here.

@@ -20,7 +20,7 @@ from torch import Tensor
 from molt_gym.tokens import Row, RowRef
 
 from .attention import Visible
-from .balance import first_fit, karmarkar_karp
+from .balance import first_fit
 from .head import chunk_edges
 
 
@@ -33,7 +33,8 @@ class TrainRow:
     row, group, rollout: numbers of the row in the batch, of its task and of its rollout. reward: of it, shaped.
     old_logprobs, ref_logprobs: [trained] log π_old and log π_ref, once computed. advantages: [trained], in the place of
     `advantage`, from an estimator that works on tokens. values, returns: [trained] of the critic, and what it learns.
-    experts: [L, layers, top_k] int16 of the sampler, -1 where unknown, or None.
+    experts: [L, layers, top_k] int16 of the sampler, -1 where unknown, or None. top: [trained, k] of dtype
+    `molt_gym.tokens.generation.TOP`, the sampler's likeliest tokens in the place of each trained one, or None.
     """
 
     ids: list[int]
@@ -51,6 +52,7 @@ class TrainRow:
     values: list[float] | None = None
     returns: list[float] | None = None
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    top: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def trained(self) -> list[int]:
@@ -97,7 +99,7 @@ def train_row(
     if isinstance(row, RowRef):
         return RemoteRow(row.source, row.number, advantage, weight, number, group, rollout, reward)
     return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group, rollout, reward,
-                    experts=row.experts)
+                    experts=row.experts, top=row.top)
 
 
 @dataclass
@@ -118,16 +120,18 @@ class MicroBatch:
     """Tries side by side in one sequence of T tokens, and the flat list of their trainable tokens [N].
 
     input_ids, position_ids: [1, T]. ends: [T], token q sees token k if and only if k <= q < ends[k]. tokens: without
-    padding, which is at the end and sees itself. sources: [S] positions whose logits are needed, in ascending order.
-    source_of: [N] index into them; by_source, edges: see `head.Targets`. targets, behaviour, advantages, weights, rows:
-    [N]. order: the rows, in the order of their tokens in the flat list. reference, values, returns: [N], where all rows
-    have them. experts: [T, layers, top_k] int16, where any row has some; -1 where unknown.
+    padding, which is at the end and sees itself. pairs: how often one of them sees one. sources: [S] positions whose
+    logits are needed, in ascending order. source_of: [N] index into them; by_source, edges: see `head.Targets`.
+    targets, behaviour, advantages, weights, rows: [N]. order: the rows, in the order of their tokens in the flat list.
+    reference, values, returns: [N], where all rows have them. experts: [T, layers, top_k] int16, where any row has
+    some; -1 where unknown.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     ends: Tensor
     tokens: int
+    pairs: int
     sources: Tensor
     source_of: Tensor
     by_source: Tensor
@@ -142,6 +146,7 @@ class MicroBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
     experts: Tensor | None = None
+    top: Tensor | None = None
 
     @cached_property
     def visible(self) -> Visible:
@@ -177,7 +182,7 @@ def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[list[Trie]]
     Tries are of one group each, and batches are filled by first fit, the largest tries first.
     """
     tries: list[Trie] = []
-    for group in _groups(rows):
+    for group in groups_of(rows):
         tries += _split(sorted(group, key=lambda row: (row.ids, row.row)), max_tokens)
     tries.sort(key=lambda trie: -len(trie.ids))
     bins = first_fit([len(trie.ids) for trie in tries], max_tokens)
@@ -205,10 +210,14 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
                 scored.append(start + path[position - 1])
                 tokens.append((row.ids[position], row.logprobs[position], advantage, row.weight, row.row))
     size, padding = len(ids), -len(ids) % multiple
+    pairs = sum(ends) - size * (size - 1) // 2
     ends += range(size + 1, size + padding + 1)
     sources, source_of = torch.tensor(scored, dtype=torch.long).unique(return_inverse=True)
-    by_source = source_of.argsort(stable=True)
     targets, behaviour, advantages, weights, numbers = zip(*tokens, strict=True) if tokens else ((),) * 5
+    if (top := _top(tries)) is not None:
+        source_of = torch.cat([source_of, source_of.repeat_interleave(top.shape[1])])
+        targets = (*targets, *top["id"].flatten().tolist())
+    by_source = source_of.argsort(stable=True)
 
     def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=device)
@@ -222,10 +231,17 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
 
     return MicroBatch(
         flat(ids + [0] * padding, torch.long)[None], flat(places + [0] * padding, torch.long)[None],
-        flat(ends, torch.long), size, sources.to(device), source_of.to(device), by_source.to(device),
+        flat(ends, torch.long), size, pairs, sources.to(device), source_of.to(device), by_source.to(device),
         chunk_edges(source_of[by_source], len(sources)), flat(targets, torch.long), flat(behaviour, torch.float32),
         flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long), order,
-        known("ref_logprobs"), known("values"), known("returns"), None if experts is None else experts.to(device))
+        known("ref_logprobs"), known("values"), known("returns"), None if experts is None else experts.to(device),
+        None if top is None else torch.from_numpy(top["logprob"].copy()).to(device))
+
+
+def _top(tries: Sequence[Trie]) -> np.ndarray | None:
+    """[N, k] of all trainable tokens."""
+    parts = [row.top for trie in tries for row in trie.rows]
+    return None if not parts or any(part is None for part in parts) else np.concatenate(parts)
 
 
 def _experts(tries: Sequence[Trie], size: int) -> Tensor | None:
@@ -244,20 +260,8 @@ def _experts(tries: Sequence[Trie], size: int) -> Tensor | None:
     return torch.from_numpy(found)
 
 
-def balance(rows: Sequence[TrainRow], shares: int, pair_cost: float = 0.0) -> list[list[TrainRow]]:
-    """Whole groups dealt to `shares` ranks, so that these have about the same to compute.
-
-    pair_cost: of a token that sees another, in tokens.
-    """
-    groups = _groups(rows)
-    costs = []
-    for group in groups:
-        ends = build_trie(group).ends
-        costs.append(len(ends) + pair_cost * (sum(ends) - len(ends) * (len(ends) - 1) / 2))
-    return [[row for place in share for row in groups[place]] for share in karmarkar_karp(costs, shares)]
-
-
-def _groups(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+def groups_of(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+    """The rows by their group."""
     groups: dict[int, list[TrainRow]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)

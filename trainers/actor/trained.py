@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from molt_gym.errors import ConfigError
 
 from ..config import ActorConfig
+from .flops import Cost
 from .lora import adapters, base_hash, merged
 from .model import Policy, reshard
 from .optimizer import learning_rate, make_optimizers, optimizer_state
@@ -32,6 +33,7 @@ class Trained:
 
     def __init__(self, policy: Policy, config: ActorConfig, total: int, base: str | None = None) -> None:
         self.policy, self._config, self._total = policy, config, total
+        self.cost = Cost.of(policy.model)
         self.named = dict(policy.model.named_parameters())
         self.trainable = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self._optimizers = make_optimizers(policy.model, self.trainable, config)

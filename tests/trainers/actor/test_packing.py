@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from molt_gym.trainers.actor.attention import ATTENTION
-from molt_gym.trainers.actor.balance import first_fit, karmarkar_karp
+from molt_gym.trainers.actor.dealing import balance
 from molt_gym.trainers.actor.model import Policy
-from molt_gym.trainers.actor.packing import TrainRow, balance, build_trie, collate, micro_batches
+from molt_gym.trainers.actor.packing import TrainRow, build_trie, collate, micro_batches
 
 CPU = torch.device("cpu")
 
