@@ -186,7 +186,8 @@ class Sampler:
         """Plays with the engine; `ordered` makes the outcome a function of the seed (see `WaveGate`)."""
         rollout = self._config.rollout
         gate = gate or self._gate([maker], ordered=ordered)
-        sampling = Sampling(rollout.max_tokens, temperature, rollout.top_p, rollout.top_k)
+        sampling = Sampling(rollout.max_tokens, temperature, rollout.top_p, rollout.top_k,
+                            top_logprobs=self._config.algorithm.importance.score_centering)
 
         def seat(ticket: Ticket, attempt: int) -> TokenSeat:
             return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate,

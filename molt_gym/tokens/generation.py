@@ -17,6 +17,9 @@ FinishReason = Literal["stop", "length", "abort"]
 # A float32 `logit - logsumexp` may end one rounding step above 0; at logits of 1000 that is 6e-5.
 LOGPROB_ROUNDING = 1e-4
 
+# The likeliest tokens of a position, and the log-probabilities that they had.
+TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
+
 _T = TypeVar("_T", int, float)
 
 
@@ -25,7 +28,8 @@ class Sampling:
     """How to sample one reply.
 
     `top_k` 0 and `top_p` 1 leave the distribution whole; `temperature` 0 is greedy. `stop` strings end the reply with
-    the token that completes one; `stop_token_ids` are added to those of the renderer.
+    the token that completes one; `stop_token_ids` are added to those of the renderer. `top_logprobs`: how many of the
+    likeliest tokens are told of at each position.
     """
 
     max_tokens: int = 512
@@ -35,6 +39,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         rules = (
@@ -42,6 +47,7 @@ class Sampling:
             ("temperature", 0 <= self.temperature < math.inf, "write 0 (greedy) or a positive number"),
             ("top_p", 0 < self.top_p <= 1, "write a number above 0 and at most 1 (1: off)"),
             ("top_k", self.top_k >= 0, "write a whole number of at least 0 (0: off)"),
+            ("top_logprobs", self.top_logprobs >= 0, "write a whole number of at least 0 (0: none)"),
         )
         for field, holds, remedy in rules:
             if not holds:
@@ -58,6 +64,7 @@ class Generation:
     routed_experts: [prompt + reply - 1, layers, top_k] whole numbers, or None: row p, counted from the start of the
         prompt, tells the experts of position p in the computation after which id p + 1 was drawn; the last id was not
         processed. -1 where nothing was computed, as the prefix was cached, and in layers without experts (0 on GPUs).
+    top: [reply, k] of dtype TOP, the k tokens likeliest to be drawn in the place of each id, if they were asked for.
     """
 
     ids: list[int]
@@ -65,6 +72,7 @@ class Generation:
     versions: list[int]
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = None
+    top: np.ndarray | None = None
 
     def checked(self) -> "Generation":
         """Return a copy in plain Python numbers, with log-probabilities within rounding of 0 set to 0.
@@ -76,8 +84,8 @@ class Generation:
         ids = _numbers("ids", self.ids, operator.index)
         logprobs = _numbers("logprobs", self.logprobs, float)
         versions = _numbers("versions", self.versions, operator.index)
-        for field, values in (("logprobs", logprobs), ("versions", versions)):
-            if len(values) != len(ids):
+        for field, values in (("logprobs", logprobs), ("versions", versions), ("top", self.top)):
+            if values is not None and len(values) != len(ids):
                 raise ValueError(f"generation.{field}: {len(values)} values for {len(ids)} ids; give one an id")
         for field, values in (("ids", ids), ("versions", versions)):
             if values and min(values) < 0:
@@ -90,7 +98,7 @@ class Generation:
             raise ValueError(f"generation.finish_reason: {self.finish_reason!r}; give 'stop', 'length' or 'abort'")
         if max(logprobs, default=0.0) > 0.0:
             logprobs = [min(value, 0.0) for value in logprobs]
-        return Generation(ids, logprobs, versions, self.finish_reason, self.routed_experts)
+        return Generation(ids, logprobs, versions, self.finish_reason, self.routed_experts, self.top)
 
 
 def _numbers(field: str, values: Iterable[Any], convert: Callable[[Any], _T]) -> list[_T]:

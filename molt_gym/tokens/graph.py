@@ -200,7 +200,7 @@ class TokenGraph:
 
     def _row(self, leaf: int, trained: set[int]) -> Row:
         row = Row([], [], [], [])
-        line = self._line(leaf)
+        line, tops = self._line(leaf), list[np.ndarray]()
         for part in line:
             node = self._nodes[part]
             length = len(node.ids)
@@ -214,6 +214,8 @@ class TokenGraph:
                 row.mask += [1] * length
                 row.logprobs += node.generation.logprobs
                 row.versions += node.generation.versions
+                tops += [] if node.generation.top is None else [node.generation.top]
+        row.top = np.concatenate(tops) if tops and sum(map(len, tops)) == sum(row.mask) else None
         known = next((self._experts[part] for part in line if part in self._experts), None)
         if known is not None:
             row.experts = np.concatenate([self._experts_of(part, known.shape[1:]) for part in line])

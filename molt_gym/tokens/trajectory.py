@@ -42,7 +42,8 @@ class Row:
 
     ids: what the engine saw and sampled, in order. mask: 1 where the id was sampled and is to be trained.
     logprobs, versions: of the sampled ids; 0.0 and -1 elsewhere. experts: [ids, layers, top_k] int16, those that the
-    engine sent each id to, -1 where unknown; None where nothing is known. The file form leaves them out.
+    engine sent each id to, -1 where unknown; None where nothing is known. top: [sampled, k] of dtype `generation.TOP`, the
+    tokens that were likeliest in the place of each sampled id, or None. The file form leaves both out.
     """
 
     ids: list[int]
@@ -50,6 +51,7 @@ class Row:
     logprobs: list[float]
     versions: list[int]
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    top: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("mask", "logprobs", "versions", "experts"):
@@ -189,8 +191,8 @@ def _dumps(record: dict[str, Any], *, ensure_ascii: bool) -> str:
 
 
 def _record(row: Row) -> dict[str, Any]:
-    # Experts are some hundred numbers a token, and only of use to the update that follows.
-    return {name: value for name, value in vars(row).items() if name != "experts"}
+    # They are many numbers a token, and only of use to the update that follows.
+    return {name: value for name, value in vars(row).items() if name not in ("experts", "top")}
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,7 @@ class Settings:
     gate: Literal["ratio", "binary_kl", "tv"] = "ratio"
     low: float = 0.5
     high: float = 2.0
-    score_centering: bool = False
+    score_centering: int = 0
     dynamic_filter: bool = False
     overlong_buffer: int = 0
     truncation_coefficient: float = 1.0
@@ -178,7 +178,7 @@ def _importance(s: Settings, loss: LossTraits) -> Iterator[str]:
         yield (f"algorithm.importance.low: {s.low} is above algorithm.importance.high = {s.high}; write low <= high")
     if not s.score_centering:
         return
-    option = "algorithm.importance.score_centering: true"
+    option = f"algorithm.importance.score_centering: {s.score_centering}"
     if not loss.centres:
         yield (f"{option} with algorithm.loss = {s.loss!r}, whose gradient it does not fit; write algorithm.loss = "
                f"{_having(LOSSES, 'centres')}, or leave it out")
@@ -205,8 +205,8 @@ def _replay(s: Settings) -> Iterator[str]:
                f"{s.max_staleness}), after which a reply's experts are of two versions; write rollout.max_staleness = "
                "0 or routed_experts = false")
     if s.routing_replay and s.speculative:
-        yield ("rollout.routed_experts: true with rollout.engine_args.speculative_config, whose drafts have experts "
-               "of their own; leave speculative_config out or write routed_experts = false")
+        yield ("rollout.routed_experts: true with speculative decoding in rollout.engine_args, whose drafts have "
+               "experts of their own; leave speculative_config (or spec_*) out or write routed_experts = false")
     if s.prefix_cache and s.speculative:
-        yield ("rollout.engine_args.enable_prefix_caching: true with rollout.engine_args.speculative_config, whose "
-               "heads are not in the cache; write enable_prefix_caching = false or leave speculative_config out")
+        yield ("rollout.engine_args.enable_prefix_caching: true with speculative decoding, whose heads are not in the "
+               "cache; write enable_prefix_caching = false or leave speculative_config (or spec_*) out")

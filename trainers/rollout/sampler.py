@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from molt_gym.tokens import Sampling
+from molt_gym.tokens.generation import TOP
 
 
 def sample(
     logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
+) -> tuple[list[int], list[float], list[np.ndarray | None]]:
     """Draw by inverting the cumulative distribution, one uniform number a row, whatever else is in the batch.
 
     Args:
@@ -18,7 +20,8 @@ def sample(
         uniforms: B numbers in [0, 1).
 
     Returns:
-        B token ids and B log-probabilities, under temperature and truncation.
+        B token ids and B log-probabilities, under temperature and truncation, and for rows with `top_logprobs` so many
+        of the likeliest ids with theirs, of dtype TOP.
     """
     temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
     scaled = logits.float() / temperatures[:, None]
@@ -32,7 +35,17 @@ def sample(
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
     ids = torch.where(greedy, logprobs.argmax(dim=-1), drawn.clamp_max(logits.shape[-1] - 1))
-    return ids.tolist(), logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
+    return ids.tolist(), logprobs.gather(1, ids[:, None]).squeeze(1).tolist(), _likeliest(logprobs, samplings)
+
+
+def _likeliest(logprobs: torch.Tensor, samplings: Sequence[Sampling]) -> list[np.ndarray | None]:
+    most = min(max(s.top_logprobs for s in samplings), logprobs.shape[-1])
+    if not most:
+        return [None] * len(samplings)
+    values, ids = logprobs.topk(most)
+    found = np.empty(ids.shape, TOP)
+    found["id"], found["logprob"] = ids.cpu().numpy(), values.cpu().numpy()
+    return [row[: s.top_logprobs] if s.top_logprobs else None for row, s in zip(found, samplings, strict=True)]
 
 
 def _truncated(logprobs: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -41,6 +41,7 @@ class _Sequence:
         self.ids = list(request.ids)
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.tops: list[np.ndarray] = []
         self.reusable = True
         self.stop_ids = frozenset(stop_ids) | frozenset(request.sampling.stop_token_ids)
         self.room = min(request.sampling.max_tokens, max_context - len(request.ids))
@@ -49,10 +50,12 @@ class _Sequence:
     def uniform(self) -> float:
         return self._random.random()
 
-    def add(self, token: int, logprob: float, version: int) -> None:
+    def add(self, token: int, logprob: float, top: np.ndarray | None, version: int) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if top is not None:
+            self.tops.append(top)
 
     def finish_reason(self, renderer: Renderer) -> str | None:
         if self.ids[-1] in self.stop_ids:
@@ -65,7 +68,8 @@ class _Sequence:
         return "length" if len(self.logprobs) >= self.room else None
 
     def generation(self, reason: str) -> Generation:
-        return Generation(self.ids[len(self.request.ids) :], self.logprobs, self.versions, reason)
+        return Generation(self.ids[len(self.request.ids) :], self.logprobs, self.versions, reason,
+                          top=np.stack(self.tops) if self.tops else None)
 
 
 class TransformersEngine:
@@ -270,9 +274,9 @@ class TransformersEngine:
 
     def _sample(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
         samplings = [sequence.request.sampling for sequence in sequences]
-        tokens, logprobs = sample(logits, samplings, [sequence.uniform() for sequence in sequences])
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            sequence.add(token, logprob, self.version)
+        drawn = sample(logits, samplings, [sequence.uniform() for sequence in sequences])
+        for sequence, token, logprob, top in zip(sequences, *drawn, strict=True):
+            sequence.add(token, logprob, top, self.version)
 
     def _retire(self) -> None:
         """Hand over what is finished; the last slots move into the gaps."""

@@ -30,6 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from molt_gym.tokens import Generation, Sampling
+from molt_gym.tokens.generation import TOP
 
 from .vllm_lifetime import end_with_parent
 from .vllm_spec import ADAPTER, HostSpec, engine_arguments
@@ -63,6 +64,7 @@ class VllmHost:
         self._starts: dict[str, list[tuple[int, int]]] = {}
         self._records = spec.routed_experts and spec.cpu
         self._score_temperature = spec.score_temperature
+        self._vocabulary = config.model_config.get_vocab_size()
         self._lora = spec.lora
         # The path, from which vLLM would load it if it were not there, is none.
         self._adapter = LoRARequest("policy", ADAPTER, "/nowhere") if spec.lora else None
@@ -99,7 +101,12 @@ class VllmHost:
         if routed is not None:
             # The last id was not processed, unless it was before it was known to be the last.
             routed = routed[: len(ids) + len(sampled) - 1].astype(np.int16)
-        return Generation(sampled, logprobs, versions, reason, routed)
+        top = None
+        if most := min(sampling.top_logprobs, self._vocabulary):
+            # The sampled token is among them, or beside them with the rank that it has.
+            ranked = (sorted(entry.items(), key=lambda item: item[1].rank)[:most] for entry in output.logprobs or ())
+            top = np.array([[(token, found.logprob) for token, found in entry] for entry in ranked], TOP)
+        return Generation(sampled, logprobs, versions, reason, routed, top)
 
     async def _take_routed_experts(self, name: str) -> np.ndarray | None:
         # Of several workers each knows its own layers.
@@ -114,7 +121,8 @@ class VllmHost:
             n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=sampling.temperature,
             top_p=sampling.top_p, top_k=sampling.top_k, min_p=0.0, seed=seed, stop=list(sampling.stop),
             stop_token_ids=sorted({*self._stop_token_ids, *sampling.stop_token_ids}), ignore_eos=True,
-            max_tokens=sampling.max_tokens, min_tokens=0, logprobs=0, prompt_logprobs=None, bad_words=None,
+            max_tokens=sampling.max_tokens, min_tokens=0,
+            logprobs=min(sampling.top_logprobs, self._vocabulary), prompt_logprobs=None, bad_words=None,
             logit_bias=None, allowed_token_ids=None, detokenize=bool(sampling.stop), skip_special_tokens=False,
             spaces_between_special_tokens=False, include_stop_str_in_output=True,
             output_kind=RequestOutputKind.FINAL_ONLY)

@@ -98,7 +98,7 @@ def engine_arguments(spec: HostSpec) -> dict[str, Any]:
     lora = {} if spec.lora is None else {
         "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1,
         "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= spec.lora.rank)}
-    return defaults | dict(spec.engine_args) | lora | {
+    return {"max_logprobs": -1} | defaults | dict(spec.engine_args) | lora | {
         "model": spec.model, "dtype": spec.dtype, "max_model_len": spec.max_context, "max_num_seqs": spec.max_sequences,
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "seed": 0,
         "scheduling_policy": "priority",

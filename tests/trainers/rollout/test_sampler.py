@@ -10,7 +10,7 @@ from molt_gym.trainers.rollout.sampler import sample
 
 def draws(logits, sampling, count=20_000, seed=0):
     uniforms = np.random.default_rng(seed).random(count)
-    return sample(torch.tensor(logits).expand(count, -1), [sampling] * count, uniforms.tolist())
+    return sample(torch.tensor(logits).expand(count, -1), [sampling] * count, uniforms.tolist())[:2]
 
 
 def chi_square(ids, probabilities):
@@ -60,7 +60,7 @@ def test_top_p_is_taken_of_what_top_k_left():
 
 
 def test_temperature_zero_takes_the_likeliest_and_gives_its_plain_logprob():
-    ids, logprobs = sample(torch.tensor([[1.0, 3.0, 2.0]]), [Sampling(temperature=0)], [0.999])
+    ids, logprobs, _ = sample(torch.tensor([[1.0, 3.0, 2.0]]), [Sampling(temperature=0)], [0.999])
     assert ids == [1]
     assert logprobs == pytest.approx([3 - math.log(math.e + math.exp(3) + math.exp(2))], abs=1e-6)
 
@@ -69,27 +69,37 @@ def test_rows_with_different_settings_do_not_mix():
     logits = torch.tensor(LOGITS).expand(4, -1)
     settings = [Sampling(), Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=3.0, top_p=0.9)]
     uniforms = [0.2, 0.7, 0.9, 0.4]
-    together = sample(logits, settings, uniforms)
+    together = sample(logits, settings, uniforms)[:2]
     alone = [sample(logits[:1], [setting], [uniform]) for setting, uniform in zip(settings, uniforms, strict=True)]
-    assert together == ([ids[0] for ids, _ in alone], [logprobs[0] for _, logprobs in alone])
+    assert together == ([ids[0] for ids, *_ in alone], [logprobs[0] for _, logprobs, _ in alone])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_unit_interval_never_draw_what_was_cut_off(uniform):
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]])
-    ids, logprobs = sample(logits, [Sampling()], [uniform])
+    ids, logprobs, _ = sample(logits, [Sampling()], [uniform])
     assert ids[0] in (1, 2) and math.isfinite(logprobs[0])
-    ids, logprobs = sample(torch.tensor([[0.0, 1.0, 2.0, 0.0]]), [Sampling(top_k=2)], [uniform])
+    ids, logprobs, _ = sample(torch.tensor([[0.0, 1.0, 2.0, 0.0]]), [Sampling(top_k=2)], [uniform])
     assert ids[0] in (1, 2) and math.isfinite(logprobs[0])
 
 
 def test_bfloat16_logits_are_normalised_in_float32():
     logits = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ids, logprobs = sample(logits, [Sampling()], [0.5])
+    ids, logprobs, _ = sample(logits, [Sampling()], [0.5])
     assert logprobs == pytest.approx([logits.float().log_softmax(-1)[0, ids[0]].item()], abs=1e-5)
 
 
 def test_a_small_logit_in_a_large_vocabulary_keeps_its_share():
     logits = torch.zeros(2, 100_000)
-    ids, _ = sample(logits, [Sampling()] * 2, [0.123456, 0.999999])
+    ids, *_ = sample(logits, [Sampling()] * 2, [0.123456, 0.999999])
     assert ids == [12_345, 99_999]
+
+
+def test_the_likeliest_are_told_of_under_temperature_and_truncation_to_those_who_ask():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 3)
+    settings = [Sampling(temperature=2.0, top_logprobs=9), Sampling(), Sampling(top_k=1, top_logprobs=2)]
+    *_, (all_of_them, none, cut) = sample(logits, settings, [0.5] * 3)
+    assert none is None and all_of_them["id"].tolist() == [1, 2, 0, 3]
+    expected = (logits[0] / 2).log_softmax(-1)[[1, 2, 0, 3]]
+    assert all_of_them["logprob"].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert cut["id"][0] == 1 and cut["logprob"].tolist() == [0.0, -math.inf]
