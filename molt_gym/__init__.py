@@ -12,6 +12,7 @@ Importing registers the ids of the envs that come with it, takes under a second,
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as _gym
@@ -20,6 +21,7 @@ from .adapters.text_env import TextEnv
 from .agents import AgentContext, AgentEnv, ChatAgent, CommandAgent, Result, register_agent
 from .env import ChatEnv, Turn
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed, UnknownEnv
+from .images import image_part
 from .messages import text_of
 from .policy import Policy, PolicyFunction, as_policy
 from .registry import EnvInfo, list_envs, make, register
@@ -53,6 +55,8 @@ __all__ = [
     "as_policy",
     "distill",
     "evaluate",
+    "export",
+    "image_part",
     "list_envs",
     "make",
     "register",
@@ -221,6 +225,34 @@ def evaluate(
 
     return evaluation.evaluate(env, model, episodes=episodes, k=k, seed=seed, endpoint=endpoint,
                                endpoint_model=endpoint_model, out=out, config=config, **overrides)
+
+
+def export(
+    source: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: str | None = None,
+    step: int | str | None = None,
+    model: str | PathLike[str] | None = None,
+) -> Path:
+    """Writes the model of a checkpoint as a folder that transformers and vLLM load, without a GPU.
+
+    Args:
+        source: the folder of a run or of a checkpoint.
+        out: a new folder.
+        dtype: of the weights, such as "float32"; None keeps the one in which each came.
+        step: of a run, which checkpoint; "best" the one with the highest held-out score, None the newest.
+        model: the folder of the model with which training began, if it was moved.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is not whole, or `out` is in use.
+    """
+    from .trainers.export import export
+
+    return export(source, out, dtype=dtype, step=step, model=model)
 
 
 def rollout(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from gymnasium.error import ResetNeeded
 
+from .images import inline_images
 from .messages import Conversation, Message
 from .task_env import TaskEnv, finite
 
@@ -73,7 +74,7 @@ class ChatEnv(TaskEnv):
             ValueError: an option is unknown or out of range, or `begin` returned no legal messages.
         """
         self._choose(seed, options)
-        self._messages = copy.deepcopy(self.begin(self._index))
+        self._messages = self._fresh(self.begin(self._index))
         observation = self._observe("begin", self.tools)
         self._over = False
         return observation, {"task_index": self._index}
@@ -104,8 +105,12 @@ class ChatEnv(TaskEnv):
             raise TypeError(f"{self._name}.answer: Turn.terminated is {turn.terminated!r:.200}; write True or False")
         if not isinstance(turn.messages, list | tuple):
             raise TypeError(f"{self._name}.answer: Turn.messages is {turn.messages!r:.200}; write a list of messages")
-        self._messages += copy.deepcopy(list(turn.messages))
+        self._messages += self._fresh(turn.messages)
         observation = self._observe("answer", self.tools)
         self._reward += reward
         self._over = bool(turn.terminated)
         return observation, reward, self._over, False, {**copy.deepcopy(turn.info), "task_index": self._index}
+
+    def _fresh(self, messages: Any) -> Any:
+        """A copy with its images in it; what is no list of messages is told later."""
+        return copy.deepcopy(inline_images(messages) if isinstance(messages, list | tuple) else messages)

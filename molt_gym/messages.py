@@ -114,9 +114,11 @@ def has_digest(message: Mapping[str, Any]) -> bool:
 
 
 def text_length(message: Mapping[str, Any]) -> int:
-    """About how many characters of text a message holds, tool calls and reasoning included."""
+    """About how many characters a message holds, tool calls, reasoning and images included."""
     calls = sum(len(call["function"].get("arguments") or "") for call in message.get("tool_calls") or ())
-    return len(text_of(message)) + len(message.get("reasoning_content") or "") + calls
+    content = message.get("content")
+    images = sum(len(str(part)) for part in content if part.get("type") != "text") if isinstance(content, list) else 0
+    return len(text_of(message)) + len(message.get("reasoning_content") or "") + calls + images
 
 
 def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:

@@ -28,6 +28,8 @@ from molt_gym.server.admin import Admin
 from molt_gym.server.respond import Rules, TokenRespondent
 from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Renderer, Sampling, Trajectory
+from molt_gym.tokens.image_files import put_aside
+from molt_gym.tokens.trajectory import json_line
 
 from .api import configure
 from .config import Config, load_config
@@ -272,6 +274,7 @@ class _Recorder:
         self._file: int | None = None
         if path is None:
             return
+        self._path = Path(path)
         try:
             if Path(path).is_file() and _last_byte(Path(path)) not in (b"", b"\n"):
                 raise ConfigError(f"--out {path}: its last line is cut off, as by a crash; remove that line, or write "
@@ -291,7 +294,7 @@ class _Recorder:
         """Raises OSError if there is no room; the file is as before then."""
         if self._file is None:
             return
-        line = memoryview(trajectory.to_json().encode("utf-8", "surrogatepass") + b"\n")
+        line = memoryview(put_aside(json_line(trajectory), self._path))
         size = os.fstat(self._file).st_size
         try:
             while line:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ..errors import PromptTooLong
+from ..images import ImageSpan
 from ..messages import Message
 from ..policy import EndpointMessage, Policy
 from ..spaces import AssistantMessageSpace
@@ -23,8 +24,8 @@ from .errors import WireError, aborted, unsupported
 from .exchange import Call, Options, Reply, Token
 
 T = TypeVar("T")
-Generate = Callable[[list[int], Sampling, int], Awaitable[Generation]]
-"""From prompt ids, how to sample, and the number of the sample in its session, to the sample."""
+Generate = Callable[[list[int], Sampling, int, tuple[ImageSpan, ...]], Awaitable[Generation]]
+"""From prompt ids, how to sample, the number of the sample in its session, and the prompt's images, to the sample."""
 
 _KNOWN_SAMPLINGS = 64
 INLINE_TEXT = 4000
@@ -87,7 +88,8 @@ class TokenRespondent:
         sampling, ignored = self._sampling(call, room)
         first, self._asked = self._asked, self._asked + call.n
         ids = list(prompt.ids)
-        samples = [self._generate(ids, self._seeded(sampling, call, first, i), first + i) for i in range(call.n)]
+        samples = [self._generate(ids, self._seeded(sampling, call, first, i), first + i, prompt.images)
+                   for i in range(call.n)]
         generations = [await samples[0]] if call.n == 1 else await _all(samples)
         return self._record(call, prompt, generations, sampling.stop, ignored)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..images import ImageSpan
 from ..messages import InternedTools, Message, digest_of, digest_of_tools, digests_of, has_digest, text_length
 from .generation import Generation
 from .renderer import Renderer
@@ -45,6 +46,8 @@ class Prompt:
     tools: Tools
     place: "_Place" = field(repr=False)
     """Of `tools` and `messages` as they were when the prompt was made."""
+    images: tuple[ImageSpan, ...] = field(default=(), repr=False)
+    """Those in `ids`."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,13 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Node:
-    """Context (no generation), or what was sampled after it. `end`: how many ids its path has."""
+    """Context (no generation), or what was sampled after it. `end`: how many ids its path has; images: in `ids`."""
 
     parent: int | None
     ids: Sequence[int]
     end: int
     generation: Generation | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 class TokenGraph:
@@ -92,7 +96,7 @@ class TokenGraph:
         self._keep = history == "keep"
         self._nodes: list[_Node] = []
         self._experts: dict[int, np.ndarray] = {}
-        self._contexts: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self._contexts: dict[tuple[int | None, tuple[int, ...], tuple[ImageSpan, ...]], int] = {}
         self._tips: dict[int, tuple[int, ...]] = {}
         self._roots: dict[bytes, int] = {}
         self._edges: list[dict[bytes, int]] = []
@@ -141,14 +145,16 @@ class TokenGraph:
                 if context is not None:
                     ids = self._path(parent) + tuple(context)
                     kind = "fork" if forked else "extend"
-                    return Prompt(ids, parent, tuple(context), kind, messages, tools, place)
+                    images = self._images(parent) + self._renderer.image_spans(context, new, len(ids) - len(context))
+                    return Prompt(ids, parent, tuple(context), kind, messages, tools, place, images)
             # A recorded prompt, or a recorded reply, that it goes on from, but not as it was recorded.
             forked = forked or length < len(messages) and point in self._prompts
             forked = forked or digests[length - 1] in self._reply_digests
         if at_most < math.inf and sum(map(text_length, messages)) + len(str(tools)) > at_most:
             return None
         ids = tuple(self._renderer.render(messages, tools, limit=limit))
-        return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place)
+        images = self._renderer.image_spans(ids, messages)
+        return Prompt(ids, None, ids, "fork" if forked else "root", messages, tools, place, images)
 
     def commit(self, prompt: Prompt, generation: Generation, reply: Message) -> int:
         """Records a turn and returns its node.
@@ -171,7 +177,8 @@ class TokenGraph:
             if len(prompt.ids) != start + len(prompt.context) or prompt.ids[start:] != prompt.context:
                 raise ValueError("prompt.ids: were changed after prepare(); give the engine and commit() what it made")
             known = len(self._nodes)
-            context = self._context(prompt.parent, prompt.context, len(prompt.ids))
+            images = tuple(image for image in prompt.images if image.start >= start)
+            context = self._context(prompt.parent, prompt.context, len(prompt.ids), images)
             node = self._add(_Node(context, generation.ids, len(prompt.ids) + len(generation.ids), generation))
             if generation.routed_experts is not None:
                 self._keep_experts(node, np.asarray(generation.routed_experts, np.int16))
@@ -205,6 +212,7 @@ class TokenGraph:
             node = self._nodes[part]
             length = len(node.ids)
             row.ids += node.ids
+            row.images += node.images
             if node.generation is None or part in trained:
                 row.mask += [0] * length
                 row.logprobs += [0.0] * length
@@ -244,16 +252,19 @@ class TokenGraph:
             node = self._nodes[node].parent
         return line[::-1]
 
-    def _context(self, parent: int | None, ids: tuple[int, ...], end: int) -> int:
+    def _context(self, parent: int | None, ids: tuple[int, ...], end: int, images: tuple[ImageSpan, ...]) -> int:
         """The context node of these ids under a parent: samples of one prompt share it."""
-        known = self._contexts.get((parent, ids))
+        known = self._contexts.get((parent, ids, images))
         if known is None:
-            known = self._contexts[parent, ids] = self._add(_Node(parent, ids, end))
+            known = self._contexts[parent, ids, images] = self._add(_Node(parent, ids, end, images=images))
         return known
 
     def _add(self, node: _Node) -> int:
         self._nodes.append(node)
         return len(self._nodes) - 1
+
+    def _images(self, node: int) -> tuple[ImageSpan, ...]:
+        return tuple(image for part in self._line(node) for image in self._nodes[part].images)
 
     def _path(self, node: int) -> tuple[int, ...]:
         known = self._tips.get(node)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..images import ImageSpan, images_of
 from ..messages import InternedTools, Message, digest_of_tools, text_of
 from .markers import Markers, Shield, private_use
 from .parsing import END_THINK, parse_reply
@@ -22,6 +23,8 @@ from .window import QUESTION, is_plain, probes, tool_named, window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from .vision import Vision
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -39,6 +42,7 @@ class Renderer:
         template_kwargs: variables for the template, such as `{"enable_thinking": False}`.
         tool_parser, reasoning_parser: vLLM's parsers to use instead of the built-in ones, such as "vllm:hermes" and
             "vllm:qwen3".
+        vision: how the model sees, if it does; without it, images are refused.
 
     Raises:
         ConfigError: the tokenizer is a slow one, has no chat template, has one that cannot write a user message, or
@@ -56,6 +60,7 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        vision: "Vision | None" = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
@@ -63,7 +68,9 @@ class Renderer:
                 "AutoTokenizer from a folder that holds a tokenizer.json"
             )
         self._markers = Markers(tokenizer.backend_tokenizer)
-        self._template = ChatTemplate(tokenizer, self._markers, chat_template, template_kwargs or {})
+        self.vision = vision
+        self._template = ChatTemplate(tokenizer, self._markers, chat_template, template_kwargs or {},
+                                      tokenizer.convert_ids_to_tokens(vision.token_id) if vision else "")
         self._parse = parse_reply
         if tool_parser is not None or reasoning_parser is not None:
             from .vllm_parsers import VllmParsers
@@ -89,7 +96,7 @@ class Renderer:
 
         Raises:
             PromptTooLong: the text cannot fit.
-            ValueError: there are no messages, or one has an unknown role or a part that is no text.
+            ValueError: there are no messages, or one has an unknown role, or a part that cannot be written.
             ChatTemplateError: the template refuses the conversation.
         """
         if not messages:
@@ -101,7 +108,29 @@ class Renderer:
         prepared = self._template.prepare(messages, shield)
         schemas = tools if easy else shield.value(tools)
         text = self._template.write(prepared, schemas, header=add_generation_prompt)
-        return self._markers.encode(text, shield, limit=limit)
+        return self._expand(self._markers.encode(text, shield, limit=limit), messages)
+
+    def image_spans(self, ids: Sequence[int], messages: Sequence[Message], start: int = 0) -> tuple[ImageSpan, ...]:
+        """Where the images of messages are in the ids that `render` or `extend` made of them; `start`: of the first."""
+        spans: list[ImageSpan] = []
+        place = -1
+        for uri in images_of(messages):
+            place = ids.index(self.vision.token_id, place + 1)
+            spans.append(ImageSpan(start + place, self.vision.count(uri), uri))
+            place += spans[-1].count - 1
+        return tuple(spans)
+
+    def _expand(self, ids: list[int], messages: Sequence[Message], first: int = 0) -> list[int]:
+        """Each image's one token as many; `first`: the place of the first message, for errors."""
+        if not self._template.style.image or self.vision is None:
+            return ids
+        counts = [self.vision.count(uri, f"messages[{first + number}]")
+                  for number, message in enumerate(messages) for uri in images_of([message])]
+        if (written := ids.count(self.vision.token_id)) != len(counts):
+            raise ChatTemplateError(f"chat template of {self._template.name}: writes {written} images where the "
+                                    f"messages have {len(counts)}")
+        rest = iter(counts)
+        return [i for token in ids for i in ([token] * next(rest) if token == self.vision.token_id else [token])]
 
     def extend(
         self,
@@ -178,7 +207,7 @@ class Renderer:
             return None
         if brief and (mark in tail or ascii(mark)[1:-1] in tail):
             return self._extend(messages, reply, new_messages, tools, sampled_ids, keep, limit, place)
-        return self._encode_tail(tail, shield, sampled_ids, limit)
+        return self._expand(self._encode_tail(tail, shield, sampled_ids, limit), new_messages, place + 1)
 
     def _extend_plain(
         self, reply: Message, new_messages: Sequence[Message], sampled_ids: Sequence[int], limit: float, place: int

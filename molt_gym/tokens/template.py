@@ -7,11 +7,13 @@ does not know is written as content in the usual spelling, so that no part of a 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
 from ..errors import ConfigError
+from ..images import KINDS, is_data_uri, source_of
 from ..messages import ROLES, Message, arguments_of, text_of
 from .markers import Markers, Shield, private_use
 from .parsing import END_THINK, THINK, join_reasoning, join_tool_call
@@ -35,6 +37,7 @@ class Style:
     calls: how it takes the arguments of tool calls; "inline": it drops tool calls, so they go into the content.
     call_content: the content of a message that only calls tools.
     call_close: what it puts between the end of the last argument and the end of turn; None: unknown.
+    image: what it writes for an image; "": it has no place for one, or the model sees nothing.
     """
 
     reasoning: bool = False
@@ -45,6 +48,7 @@ class Style:
     calls: Literal["mapping", "text", "inline"] = "inline"
     call_content: str | None = ""
     call_close: str | None = None
+    image: str = ""
 
 
 class ChatTemplate:
@@ -55,7 +59,8 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", markers: Markers, template: str | None, variables: Mapping[str, Any]
+        self, tokenizer: "PreTrainedTokenizerFast", markers: Markers, template: str | None,
+        variables: Mapping[str, Any], image_token: str = "",
     ) -> None:
         self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         if template is None and not tokenizer.chat_template:
@@ -72,7 +77,7 @@ class ChatTemplate:
         self._constants = {**tokenizer.special_tokens_map, **self._variables}
         self._reserved = private_use((self.source, self._variables))
         self.style = Style(developer="developer" in self.source, thinks=END_THINK in self.source)
-        self.style = self._probe()
+        self.style = replace(self._probe(), image=self._probe_image(image_token))
 
     def shield(self, *data: Any) -> Shield:
         """A shield for a request that is made of `data`."""
@@ -122,15 +127,36 @@ class ChatTemplate:
         if role not in ROLES:
             raise ValueError(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            if part.get("type") != "text":
-                raise ValueError(f"{where}.content[{index}].type: {part.get('type')!r}; only text parts can be written")
+            self._check_part(part, role, f"{where}.content[{index}]")
         known = ("role", "content", "reasoning_content", "tool_calls")
         rest = {key: shield.value(value) for key, value in message.items() if key not in known}
         if role == "assistant":
             return {"role": role, **self._reply(message, shield), **rest}
         if role == "developer" and not self.style.developer:
             role = "system"
-        return {"role": role, "content": shield.text(text_of(message)), **rest}
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        written = ""
+        # Texts next to each other are shielded as one, as a marker may be spelled across them.
+        for images, run in groupby(parts, lambda part: part["type"] in KINDS):
+            texts = [self.style.image if images else part.get("text") or "" for part in run]
+            written += "".join(texts) if images else shield.text("".join(texts))
+        return {"role": role, "content": written, **rest}
+
+    def _check_part(self, part: Mapping[str, Any], role: str, where: str) -> None:
+        kind = part.get("type")
+        if kind == "text":
+            return
+        if kind not in KINDS:
+            raise ValueError(f"{where}.type: {kind!r}; only text and images can be written")
+        if not self.style.image:
+            raise ValueError(f"{where}.type: {kind!r}; only text parts can be written, as {self.name} or its chat "
+                             "template takes no images; choose a vision-language model, such as a Qwen3-VL")
+        if role not in ("user", "tool"):
+            raise ValueError(f"{where}.type: {kind!r} in a message of role {role!r}; put images into user and tool "
+                             "messages")
+        if not is_data_uri(source := source_of(part)):
+            raise ValueError(f"{where}: {str(source)[:60]!r} is no data URI of an image, and nothing is fetched; write "
+                             "what molt_gym.image_part makes of a picture, the bytes or the path of a file")
 
     def _reply(self, message: Message, shield: Shield) -> Message:
         # Templates look for <think> and </think> in what a model wrote, so markers not flagged special stay.
@@ -191,6 +217,21 @@ class ChatTemplate:
         close = text.rpartition(mark)[2]
         known = mark in text and bool(end[1]) and close.endswith(end[2])
         return replace(style, call_close=close.removesuffix(end[2]) if known else None)
+
+    def _probe_image(self, token: str) -> str:
+        """What stands for each image of a message; nothing around it may depend on which of them it is."""
+        if not token:
+            return ""
+        shield = self.shield()
+        a, b, c = shield.sentinel(), shield.sentinel(), shield.sentinel()
+        parts = [{"type": "text", "text": a}, {"type": "image"}, {"type": "text", "text": b}, {"type": "image"},
+                 {"type": "text", "text": c}]
+        try:
+            text = self.write([{"role": "user", "content": parts}], (), header=False)
+        except ChatTemplateError:
+            return ""
+        first, second = text.partition(a)[2].partition(b)[0], text.partition(b)[2].partition(c)[0]
+        return first if first == second and first.count(token) == 1 else ""
 
     def _attempt(self, style: Style, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         self.style = style

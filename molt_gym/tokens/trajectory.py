@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ..images import ImageSpan
+from .image_files import put_aside, put_back
 
 UNSAMPLED_VERSION = -1
 
@@ -42,8 +46,9 @@ class Row:
 
     ids: what the engine saw and sampled, in order. mask: 1 where the id was sampled and is to be trained.
     logprobs, versions: of the sampled ids; 0.0 and -1 elsewhere. experts: [ids, layers, top_k] int16, those that the
-    engine sent each id to, -1 where unknown; None where nothing is known. top: [sampled, k] of dtype `generation.TOP`, the
-    tokens that were likeliest in the place of each sampled id, or None. The file form leaves both out.
+    engine sent each id to, -1 where unknown; None where nothing is known. The file form leaves them out. images: those
+    whose tokens are among the ids, in their order. top: [sampled, k] of dtype `generation.TOP`, the tokens that were
+    likeliest in the place of each sampled id, or None; not in the file form either.
     """
 
     ids: list[int]
@@ -51,9 +56,11 @@ class Row:
     logprobs: list[float]
     versions: list[int]
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    images: list[ImageSpan] = field(default_factory=list, repr=False)
     top: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.images = [ImageSpan(*image) for image in self.images]
         for name in ("mask", "logprobs", "versions", "experts"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.ids):
@@ -160,10 +167,10 @@ def json_line(trajectory: Trajectory) -> bytes:
 
 
 def write_jsonl(path: str | PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Write one record a line, replacing what was there. Raises as `Trajectory.to_json` does."""
+    """Write one record a line, replacing what was there, and images into files beside it. Raises as `to_json` does."""
     with open(path, "wb") as file:
         for trajectory in trajectories:
-            file.write(json_line(trajectory))
+            file.write(put_aside(json_line(trajectory), Path(path)))
 
 
 def read_jsonl(path: str | PathLike[str]) -> list[Trajectory]:
@@ -178,7 +185,8 @@ def read_jsonl(path: str | PathLike[str]) -> list[Trajectory]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                trajectories.append(Trajectory.from_json(line.decode("utf-8", "surrogatepass")))
+                whole = put_back(line, Path(path))
+                trajectories.append(Trajectory.from_json(whole.decode("utf-8", "surrogatepass")))
             except ValueError as error:
                 if line.endswith(b"\n"):
                     raise ValueError(f"{path}:{number}: {error}") from error
@@ -191,8 +199,9 @@ def _dumps(record: dict[str, Any], *, ensure_ascii: bool) -> str:
 
 
 def _record(row: Row) -> dict[str, Any]:
-    # They are many numbers a token, and only of use to the update that follows.
-    return {name: value for name, value in vars(row).items() if name not in ("experts", "top")}
+    # Experts and likeliest tokens are many numbers a token, and only of use to the update that follows.
+    return {name: value for name, value in vars(row).items() 
+            if name not in ("experts", "top") and (name != "images" or value)}
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,8 @@ def check_row(row: Row, temperature: float, model: Any) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([row.ids])).logits[0].float() / temperature
     expected = torch.log_softmax(logits, -1)
-    for place, (token, mask, logprob, version) in enumerate(zip(*vars(row).values(), strict=True)):
+    for place, (token, mask, logprob, version) in enumerate(zip(
+            row.ids, row.mask, row.logprobs, row.versions, strict=True)):
         assert version == (0 if mask else -1)
         assert logprob == (pytest.approx(float(expected[place - 1, token]), abs=2e-4) if mask else 0.0)
 

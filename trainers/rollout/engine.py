@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from molt_gym.errors import PromptTooLong
+from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Sampling
 
 
@@ -20,12 +21,14 @@ from molt_gym.tokens import Generation, Sampling
 class Request:
     """One reply to sample.
 
-    ids: the whole prompt. key: names the request and orders the requests of one `submit`.
+    ids: the whole prompt. key: names the request and orders the requests of one `submit`. images: those whose tokens
+    are among the ids.
     """
 
     ids: list[int]
     sampling: Sampling
     key: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 class RolloutEngine(Protocol):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Protocol
 
 from molt_gym.errors import PromptTooLong
+from molt_gym.images import ImageSpan
 from molt_gym.messages import Conversation, Message
 from molt_gym.policy import Policy
 from molt_gym.server.exchange import Call, Reply, Respondent
@@ -76,9 +77,11 @@ class TokenSeat:
             return self._ticket.derive(self._attempt, number)
         return self._ticket.derive(self._attempt, sample, abs(seed), int(seed < 0))
 
-    async def _generate(self, ids: list[int], sampling: Sampling, number: int) -> Generation:
+    async def _generate(
+        self, ids: list[int], sampling: Sampling, number: int, images: tuple[ImageSpan, ...] = ()
+    ) -> Generation:
         key = (self._ticket.group, self._ticket.rollout, self._attempt, number)
-        return await self._gate.generate(Request(ids, sampling, key))
+        return await self._gate.generate(Request(ids, sampling, key, images))
 
 
 class PolicySeat:

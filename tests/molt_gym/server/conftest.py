@@ -27,14 +27,16 @@ class Engine:
         self.script: list = []
         self.always: list[int] = [262, 264, END]
         self.received: list[list[int]] = []
+        self.images: list[tuple] = []
         self.samplings: list[Sampling] = []
         self.seconds = 0.0
         self.aborted = 0
         self.running = 0
         self._logprob = itertools.count(1)
 
-    async def __call__(self, ids: list[int], sampling: Sampling, number: int) -> Generation:
+    async def __call__(self, ids: list[int], sampling: Sampling, number: int, images: tuple) -> Generation:
         self.received.append(list(ids))
+        self.images.append(images)
         self.samplings.append(sampling)
         answer = self.script.pop(0) if self.script else self.always
         self.running += 1

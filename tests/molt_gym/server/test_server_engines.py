@@ -25,7 +25,7 @@ def playing(*script):
     """An engine that returns or raises what it is given, one after the other."""
     left = list(script)
 
-    async def generate(ids, sampling, number):
+    async def generate(ids, sampling, number, images):
         await asyncio.sleep(0)
         outcome = left.pop(0)
         if isinstance(outcome, BaseException):
@@ -63,7 +63,7 @@ async def test_an_engine_that_gives_up_is_no_lost_connection_and_no_deadline(age
 async def test_if_one_of_the_choices_fails_the_others_are_aborted(agent_of):
     ended = []
 
-    async def generate(ids, sampling, number):
+    async def generate(ids, sampling, number, images):
         try:
             await asyncio.sleep(0.02 if number == 1 else 30.0)
         finally:

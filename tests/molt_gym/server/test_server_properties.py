@@ -16,7 +16,7 @@ checks = list(HealthCheck)
 wires = st.sampled_from(["chat", "responses", "messages"])
 
 
-async def digits(ids, sampling, number):
+async def digits(ids, sampling, number, images):
     """Says how long the prompt was, after a moment that depends on it."""
     for _ in range(len(ids) % 5):
         await asyncio.sleep(0)

@@ -45,7 +45,7 @@ class Engine:
         return Generation(ids, [-float(self.number + turn + place) for place in range(len(ids))], [turn] * len(ids),
                           "stop")
 
-    async def __call__(self, ids, sampling, number) -> Generation:
+    async def __call__(self, ids, sampling, number, images) -> Generation:
         turn = len(self.prompts)
         bad = turn == self.bad_turn
         Engine.running += 1
