@@ -27,7 +27,16 @@ from .reference import frozen_model, portable
 from .rollout.mixture import Curriculum, MixedPool, Mixture, Player, load_curriculum, split
 from .rollout.pool import Plan, Pool, TaskStream
 from .run_dir import RunDir, default_path, holds_run
-from .session import Sampler, env_maker, merge, mixed_preset, policy_runner, seed_everything, with_adapter_rate, with_own_turns
+from .session import (
+    Sampler,
+    env_maker,
+    merge,
+    mixed_preset,
+    policy_runner,
+    seed_everything,
+    with_adapter_rate,
+    with_own_turns,
+)
 from .teacher import TeacherEngine
 
 Settings = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -136,7 +145,8 @@ async def _train(
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
-        checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path))
+        checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path,
+                                            adapter=run_dir.path / "adapter"))
         progress.finish(_summary(run_dir, len(loop.losses)))
     return TrainResult(run_dir.path, run_dir.read_metrics(), checkpoint, best_checkpoint(run_dir.checkpoints_path))
 

@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from molt_gym.errors import ConfigError
 
+from .actor.lora import PREFIX, base_hash, write_adapter
 from .atomic import atomic_path
 from .checkpoint import STATE, best_checkpoint, checkpoint_path, load_state, newest_checkpoint, problem
 from .config import ActorConfig
@@ -87,7 +88,8 @@ def export(
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, base: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path, out: Path, base: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES,
+    adapter: Path | None = None,
 ) -> None:
     """Write the folder `base` with the weights of a checkpoint as `out`, in place of what is there.
 
@@ -95,8 +97,14 @@ def export_checkpoint(
         base: model folder with which training began.
         dtype: of all weights; None keeps that of each.
         shard_bytes: where a file of weights ends.
+        adapter: where adapters, if the checkpoint has any, are written by themselves, too, as peft does.
+
+    Raises:
+        ConfigError: its adapters were trained on another base.
     """
-    config = AutoConfig.from_pretrained(base)
+    config, scale = AutoConfig.from_pretrained(base), load_state(checkpoint).get("lora_scale", 0)
+    if scale:
+        _check_base(checkpoint, base)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +113,7 @@ def export_checkpoint(
         for file in base.iterdir():
             if file.is_file() and file.suffix in _BESIDE and file.name != _INDEX:
                 shutil.copyfile(file, folder / file.name)
-        files, scale = _Files(base, dtype, config.dtype or torch.float32), load_state(checkpoint).get("lora_scale", 0)
+        files = _Files(base, dtype, config.dtype or torch.float32)
         names = _write(folder, _tensors(checkpoint / "actor", skeleton, files, scale), shard_bytes)
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if dtype is not None:
@@ -114,6 +122,25 @@ def export_checkpoint(
             # They came with a tie that the trained ones do not have.
             settings["tie_word_embeddings"] = False
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+    if scale and adapter is not None:
+        _write_adapter(checkpoint, adapter, base, scale)
+
+
+def _check_base(checkpoint: Path, base: Path) -> None:
+    expected = torch.zeros(32, dtype=torch.uint8)
+    dcp.load({"base": expected}, checkpoint_id=checkpoint / "actor", no_dist=True)
+    if not torch.equal(expected, base_hash(base)):
+        raise ConfigError(f"model: the adapters in {checkpoint} were trained on other weights than those in {base}; "
+                          "name the model with which the run began")
+
+
+def _write_adapter(checkpoint: Path, out: Path, base: Path, scale: float) -> None:
+    tensors = {PREFIX + name: tensor for layer in _layers(checkpoint / "actor") for name, tensor in layer.items()}
+    rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
+    with atomic_path(out) as folder:
+        write_adapter(folder, tensors, rank, scale * rank, str(base))
 
 
 class _Files:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,7 +18,7 @@ from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
 from .actor.actor import Actor
-from .config import Config
+from .config import ActorConfig, Config
 from .evaluate import EvalResult, evaluate, held_out_kwargs
 from .parity import ParityProbe
 from .rollout.agent_episode import AgentServer
@@ -34,6 +34,9 @@ from .rollout.ticket import Ticket
 from .rollout.transformers_engine import TransformersEngine
 from .rollout.vllm_engine import VllmEngine
 from .rollout.vllm_spec import Lora, check_engine_args
+from .sft_config import SftConfig
+
+S = TypeVar("S", Config, SftConfig)
 
 EVAL_SEED = 1_000_003
 """Added to the run's seed where an env has no split, so that evaluation draws other tasks than training."""
@@ -79,6 +82,19 @@ def with_own_turns(config: Config, model: str) -> Config:
     own = {env: env_preset(env, model).get("rollout", {}).get("max_turns") for env in config.mixture}
     return config.model_copy(update={"mixture": {
         env: ({"max_turns": own[env]} if own[env] else {}) | entry for env, entry in config.mixture.items()}})
+
+
+def with_adapter_rate(config: S, said: ActorConfig, say: Callable[[str], None]) -> S:
+    """With a learning rate for adapters, where the user's own settings `said` nothing of it.
+
+    Adapters learn best at about 10 times the rate of all weights, whatever model and rank ("LoRA Without Regret",
+    Schulman et al., 2025, who keep alpha at 32, as here).
+    """
+    if not config.actor.lora.rank or "lr" in said.model_fields_set:
+        return config
+    rate = 10 * config.actor.lr
+    say(f"actor.lr: {rate:g} for adapters, 10 times that of all weights; set it to take another")
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rate})})
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

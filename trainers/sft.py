@@ -126,7 +126,8 @@ async def _train(
         run_dir.write_config(config.to_toml())
         progress.message(f"sft · {model.name} · seed {config.seed} · {total} steps"
                          + (f", resumed after step {loop.step}" if loop.step else "") + f" → {run_dir.path}")
-        checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path))
+        checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path,
+                                            adapter=run_dir.path / "adapter"))
     finally:
         draw_curve(run_dir, progress)
         await asyncio.to_thread(actor.close)
