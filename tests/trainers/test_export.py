@@ -1,5 +1,6 @@
 """What transformers, vLLM and the actor compute with an exported model is the same, however it was trained and cut."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3M
 import molt_gym
 from molt_gym.cli import main
 from molt_gym.errors import ConfigError
+from molt_gym.tokens import Generation, Renderer, Sampling
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
 from molt_gym.trainers.checkpoint import Checkpoints, mark_best
 from molt_gym.trainers.config import load_config
 from molt_gym.trainers.export import about, export_checkpoint
+from molt_gym.trainers.rollout.engine import Request
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
 
@@ -197,47 +200,47 @@ def test_what_cannot_be_exported_is_refused_by_name(run: Path, tiny_path: Path, 
 FRESH = """
 import json, sys
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-def transformers_logprobs(folder, ids):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    logits = model(torch.tensor([ids])).logits[0, :-1].float()
-    return logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
-
-def vllm_logprobs(folder, ids):
-    from vllm import LLM, SamplingParams
-    engine = LLM(folder, enforce_eager=True, max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=64 << 20,
-                 disable_log_stats=True)
-    (output,) = engine.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    return [known[token].logprob for token, known in zip(ids[1:], output.prompt_logprobs[1:])]
-
-if __name__ == "__main__":
-    which, folder, ids = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    print("found", json.dumps(globals()[which](folder, ids)))
+folder, ids = sys.argv[1], json.loads(sys.argv[2])
+logits = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.tensor([ids])).logits[0, :-1].float()
+print(json.dumps(logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_fresh_processes_of_transformers_and_vllm_compute_what_the_actor_does(
+def test_fresh_processes_of_vllm_and_transformers_compute_what_the_actor_does(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from molt_gym.trainers.rollout.vllm_engine import VllmEngine
+
     monkeypatch.undo()
+    # vLLM has no smaller heads on a CPU.
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_path, head_dim=32)).save_pretrained(
+        base := tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(base)
     config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}, "actor.lr": 1e-2})
-    actor = LocalActor(ActorSpec(str(tiny_path), config, torch.float32, 10))
+    actor = LocalActor(ActorSpec(str(base), config, torch.float32, 10))
+
+    async def sample(folder: Path) -> Generation:
+        renderer = Renderer(AutoTokenizer.from_pretrained(folder))
+        engine = VllmEngine(folder, renderer, dtype=torch.float32, max_context=64, max_sequences=2)
+        try:
+            return await engine.submit([Request(IDS, Sampling(max_tokens=20, temperature=1.0, seed=1))])[0]
+        finally:
+            await engine.close()
+
     try:
         actor.train([[TrainRow(IDS, [0, *[1] * 10], [0.0, *[-5.0] * 10], 1.0, 1 / 10, 0, 0)]])
-        expected = actor.logprobs(IDS)
-        checkpoints = Checkpoints(tmp_path, 1, about=about(tiny_path, config.actor))
+        checkpoints = Checkpoints(tmp_path, 1, about=about(base, config.actor))
         checkpoints.begin(1, actor, {})
-        path = checkpoints.finish()
+        out = molt_gym.export(checkpoints.finish(), tmp_path / "model")
+        reply = asyncio.run(asyncio.wait_for(sample(out), 300))
+        expected = actor.logprobs([*IDS, *reply.ids])
     finally:
         actor.close()
-    out, script = molt_gym.export(path, tmp_path / "model"), tmp_path / "fresh.py"
-    script.write_text(FRESH)
-    for which in ("transformers_logprobs", "vllm_logprobs"):
-        output = subprocess.run([sys.executable, script, which, out, json.dumps(IDS)], capture_output=True, text=True,
-                                check=False, timeout=300)
-        assert output.returncode == 0, output.stderr[-3000:]
-        found = json.loads(output.stdout.rpartition("found ")[2].splitlines()[0])
-        assert found == pytest.approx(expected, abs=1e-4), which
+    assert reply.logprobs == pytest.approx(expected[-len(reply.ids):], abs=1e-4)
+    output = subprocess.run([sys.executable, "-c", FRESH, out, json.dumps([*IDS, *reply.ids])], capture_output=True,
+                            text=True, check=True, timeout=300)
+    assert json.loads(output.stdout) == pytest.approx(expected, abs=1e-4)
