@@ -317,6 +317,8 @@ class ActorConfig(Section):
     """Whether the routers of a mixture-of-experts model stay as they are."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass computes again: nothing, all but matrix products and attention, or whole layers."""
+    compile: bool = False
+    """Whether layers become fewer, larger kernels: faster and smaller on GPUs, after a minute at the start."""
     offload_optimizer: bool = False
     """Whether the optimizer's state of a GPU lies in the CPU's memory between its steps."""
     lora: LoraConfig = LoraConfig()

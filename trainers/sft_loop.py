@@ -22,6 +22,7 @@ from molt_gym.errors import ConfigError, RunFailed
 from .actor.balance import first_fit
 from .actor.launch import LocalActor
 from .actor.packing import TrainRow, train_row
+from .actor.sizes import Sizes
 from .checkpoint import Checkpoints, load_state, mark_best
 from .config import Config, load_config
 from .progress import Progress, number
@@ -47,7 +48,7 @@ def window(examples: Sequence[Example], config: SftConfig) -> list[TrainRow]:
     """The rows of an update: each token weighs the same, and conversations are packed as a micro-batch holds them."""
     tokens = sum(example.trained for example in examples)
     sizes = [sum(len(row.ids) for row in example.rows) for example in examples]
-    limit = min(config.actor.micro_batch_tokens, math.ceil(sum(sizes) / config.actor.world_size))
+    limit = min(config.actor.micro_batch_tokens, math.ceil(sum(sizes) / Sizes.of(config.actor).dp))
     rows: list[TrainRow] = []
     for example, group in zip(examples, first_fit(sizes, limit), strict=True):
         rows += [train_row(row, 1.0, 1 / tokens, len(rows) + place, group) for place, row in enumerate(example.rows)]

@@ -22,6 +22,7 @@ from ..algorithms.kl import kl_loss
 from ..algorithms.losses import LossOptions, aggregate, policy_loss, value_loss
 from ..algorithms.metrics import Metrics, add, mean_of, means
 from ..config import Config
+from .admission import admitted
 from .dealing import Dealer
 from .flops import peak_operations, rates
 from .lora import without_adapters
@@ -30,7 +31,7 @@ from .packing import MicroBatch, TrainRow, build_trie
 from .parallel import Layout
 from .scoring import Scores, Scoring, token_advantages
 from .sizes import Sizes
-from .state import StateWriter, read_state
+from .state import NAMES, StateWriter, pickled, read_state
 from .trained import Trained
 
 Tell = Callable[[MicroBatch], Tensor]
@@ -59,18 +60,16 @@ class FsdpActor:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", self._rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-        self._export_dtype = AutoConfig.from_pretrained(spec.path).dtype or torch.float32
         if cuda:
             torch.cuda.set_device(self._device)
+        self._sums_first = admitted(spec)
         self._layout = Layout.of(Sizes.of(spec.config.actor), self._device.type)
         load = partial(load_policy, layout=self._layout, compute=spec.dtype,
-                       max_context=spec.config.rollout.max_context, exact=spec.config.actor.head_dtype == "float32",
-                       checkpointing=spec.config.actor.activation_checkpointing, backend=spec.config.actor.backend)
+                       max_context=spec.config.rollout.max_context, options=self._config.actor)
         self._scoring, critic = Scoring.of(spec.config), self._config.critic
-        lora = self._config.actor.lora if self._config.actor.lora.rank else None
-        self._learner = Trained(load(spec.path, lora=lora, seed=self._config.seed,
-                                     frozen_router=self._config.actor.frozen_router), self._config.actor,
-                                spec.total_updates, spec.path if lora else None)
+        lora = self._config.actor.lora.rank > 0
+        self._learner = Trained(load(spec.path, seed=self._config.seed), self._config.actor, spec.total_updates,
+                                spec.path if lora else None)
         self._policy = self._learner.policy
         self._critic = Trained(load(spec.path, critic=True), self._config.actor.model_copy(
             update={"lr": critic.lr, "lr_groups": {}}),
@@ -120,8 +119,7 @@ class FsdpActor:
         """One update on some rows of the window; names: prefixes of the metrics of loss and optimizer."""
         total: Metrics = {}
         for batch, own, last in self._dealer.dealt(rows, self._config.actor.micro_batch_tokens, window):
-            # A rank that is alone has nobody to wait for, and then needs no gradient that is not sharded.
-            learner.policy.set_requires_gradient_sync(last or self._ranks == 1)
+            learner.policy.set_requires_gradient_sync(last or not self._sums_first)
             loss, metrics = loss_of(batch)
             (loss if own else loss * 0).backward()
             if own:
@@ -232,8 +230,7 @@ class FsdpActor:
 
     def _sum_over_ranks(self, metrics: Metrics) -> Metrics:
         everything: list[Metrics] = [{}] * self._ranks
-        mine = metrics if self._layout.first else {}
-        dist.all_gather_object(everything, {name: value.cpu() for name, value in mine.items()})
+        dist.all_gather_object(everything, {name: value.cpu() for name, value in metrics.items() if self._layout.first})
         total: Metrics = {}
         for part in everything:
             add(total, part)
@@ -244,8 +241,12 @@ class FsdpActor:
         return self._learner.adapters() if self._config.adapter_updates else self._learner.whole()
 
     def _state(self) -> dict[str, object]:
-        critic = {"critic": self._critic.state()} if self._critic else {}
-        return {**self._learner.state(), **critic, "updates": torch.tensor(self.updates)}
+        state = {**self._learner.state(), "updates": torch.tensor(self.updates)}
+        if self._critic is not None:
+            state["critic"] = self._critic.state()
+        if (adapter := getattr(self._policy.model, "state_dict_adapter", None)) is not None:
+            state[NAMES] = pickled(adapter)
+        return state
 
     def begin_save(self, folder: Path) -> "Future[None]":
         """Begin to write a sharded checkpoint of the state now; see `StateWriter.begin`."""
@@ -269,16 +270,6 @@ class FsdpActor:
         for learner in filter(None, (self._learner, self._critic)):
             learner.reshard()
         self._learner.check(state, folder)
-
-    def export(self, folder: Path) -> None:
-        """Write the model as transformers does, in the dtype that it came in."""
-        state = {name: tensor.to("cpu", self._export_dtype).clone() for name, tensor in self._learner.whole()}
-        if self._rank == 0:
-            self._policy.model.save_pretrained(folder, state_dict=state)
-            # save_pretrained takes the dtype from the model, which is in float32 here.
-            config = AutoConfig.from_pretrained(folder)
-            config.dtype = self._export_dtype
-            config.save_pretrained(folder)
 
     def offload(self) -> None:
         """Leave the GPU, until `onload`: parameters and optimizer state go to the CPU's memory. On a CPU, nothing."""

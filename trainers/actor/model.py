@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from molt_gym.errors import ConfigError
 
 from ..architecture import check_architecture
-from ..config_schema import Backend, LoraConfig
+from ..config import ActorConfig
 from . import automodel
 from .attention import ATTENTION
 from .context import Share
@@ -42,8 +42,9 @@ class Told(NamedTuple):
 
     def parted(self, count: int) -> "Told":
         """With the likeliest tokens, which follow the others, for themselves."""
-        parts = [value if value is None else value[:count] for value in self[:3]]
-        return Told(*parts, None if self.logprobs is None else self.logprobs[count:].unflatten(0, (count, -1)))
+        # FSDP wants no views.
+        parts = [value if value is None else value[:count].clone() for value in self[:3]]
+        return Told(*parts, None if self.logprobs is None else self.logprobs[count:].unflatten(0, (count, -1)).clone())
 
 
 class Policy(nn.Module):
@@ -57,6 +58,9 @@ class Policy(nn.Module):
         self, model: nn.Module, layout: Layout | None = None, *, critic: bool = False, exact: bool = False
     ) -> None:
         super().__init__()
+        if not getattr(model, "_supports_attention_backend", True):
+            raise ConfigError(f"model: {type(model).__name__} computes attention in its own way, so rows cannot be "
+                              "packed; choose another model")
         self.model, self._layout, self._critic, self._exact = model, layout, critic, exact
         self.routing = Routing(model.base_model.layers)
 
@@ -89,34 +93,36 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    path: str | Path, layout: Layout, compute: torch.dtype, max_context: int, *,
-    frozen: bool = False, critic: bool = False, exact: bool = False, checkpointing: Mode = "none",
-    lora: LoraConfig | None = None, seed: int = 0, backend: Backend = "transformers", frozen_router: bool = False,
+    path: str | Path, layout: Layout, compute: torch.dtype, max_context: int, options: ActorConfig, *,
+    frozen: bool = False, critic: bool = False, seed: int = 0,
 ) -> Policy:
     """The model of a folder, cut as `layout` says: in float32, or frozen in the precision that it computes in.
 
-    critic: with a head of one output, which is 0 at first, for the value before each token. exact: with a head that
-    computes in float32. checkpointing: see `recompute`. lora: frozen but for adapters, which `seed` fixes. backend:
-    what builds it, but for a critic, which transformers builds. frozen_router: routers are not trained.
+    options: how it is built, and of a policy also what of it is trained. critic: with a head of one output, which is 0
+    at first, for the value before each token; transformers builds it. seed: fixes new adapters.
 
     Raises:
         ConfigError: it is of a kind that is not supported.
     """
     config = AutoConfig.from_pretrained(path)
     check_architecture(config, max_context)
+    learns = not frozen and not critic
+    lora = options.lora if learns and options.lora.rank else None
+    checkpointing: Mode = "none" if frozen else options.activation_checkpointing
     storage, ep = compute if frozen or lora else torch.float32, 1 if critic else layout.sizes.ep
-    native = not critic and automodel.chosen(backend, config, layout)
+    native = not critic and automodel.chosen(options.backend, config, layout)
     model = automodel.build(path, layout.shards.device_type, storage, compute, ep=ep,
-                            checkpointing="none" if frozen else checkpointing) if native else (
+                            checkpointing=checkpointing) if native else (
         AutoModelForCausalLM.from_pretrained(path, dtype=storage, attn_implementation=ATTENTION))
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)
         model.set_output_embeddings(head)
-    policy = Policy(model.eval(), layout, critic=critic, exact=exact).requires_grad_(not frozen)
+    policy = Policy(model.eval(), layout, critic=critic, exact=options.head_dtype == "float32")
+    policy.requires_grad_(not frozen)
     if lora is not None:
         add_adapters(model, lora, seed)
-    if frozen_router and not critic:
+    if learns and options.frozen_router:
         if not policy.routing.routers:
             raise ConfigError(f"actor.frozen_router: true for a model without routers ({config.model_type}); write "
                               "false")
@@ -124,13 +130,15 @@ def load_policy(
     if layout.tp is not None:
         tensor_parallel(model, layout.tp)
     # Layers of nemo_automodel get angles in float32, which must stay so.
-    options = {"mesh": layout.shards, "reshard_after_forward": layout.sizes.shards > 1,
-               "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=not native)}
+    sharding = {"mesh": layout.shards, "reshard_after_forward": layout.sizes.shards > 1,
+                "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=not native)}
     for layer in model.base_model.layers if ep == 1 else ():
-        recompute(layer, "none" if frozen else checkpointing)
+        recompute(layer, checkpointing)
+        if options.compile:
+            layer.forward = torch.compile(layer.forward)
         # It goes to the device here: one layer after the other, so that the whole model never lies there.
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+        fully_shard(layer, **sharding)
+    fully_shard(policy, **sharding)
     for module in sharded_parts(policy):
         # Losses are sums over all ranks, so gradients are too; FSDP would average, and gloo cannot scale.
         module.set_gradient_divide_factor(1.0)

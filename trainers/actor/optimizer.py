@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from molt_gym.errors import ConfigError
 
 from ..config import ActorConfig
+from .offload import move_state
 
 
 def learning_rate(config: ActorConfig, update: int, total: int) -> float:
@@ -118,9 +119,12 @@ def _factors(names: Iterable[str], patterns: Mapping[str, float]) -> dict[str, f
 
 
 def optimizer_state(
-    optimizers: Iterable[Optimizer], named: Mapping[str, nn.Parameter]
+    optimizers: Iterable[Optimizer], named: Mapping[str, nn.Parameter], device: torch.device | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """The state by parameter name, made first where there is none yet, so that a checkpoint can be read into it."""
+    """The state by parameter name, made first where there is none yet, so that a checkpoint can be read into it.
+
+    device: where it lies, if not with the parameters.
+    """
     owners = {parameter: optimizer for optimizer in optimizers for group in optimizer.param_groups
               for parameter in group["params"]}
     found: dict[str, dict[str, Tensor]] = {}
@@ -131,4 +135,6 @@ def optimizer_state(
         elif not state:
             state |= {"step": torch.tensor(0.0, device=parameter.device), "exp_avg": torch.zeros_like(parameter),
                       "exp_avg_sq": torch.zeros_like(parameter)}
+        if device is not None:
+            move_state(owners[parameter], parameter, device)
     return found

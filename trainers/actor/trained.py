@@ -19,6 +19,7 @@ from ..config import ActorConfig
 from .flops import Cost
 from .lora import adapters, base_hash, merged
 from .model import Policy, reshard
+from .offload import move_state, step_in_parts
 from .optimizer import learning_rate, make_optimizers, optimizer_state
 
 
@@ -47,7 +48,7 @@ class Trained:
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["factor"]
-                optimizer.step()
+                step_in_parts(optimizer) if self._config.offload_optimizer else optimizer.step()
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         return {"lr": rate, "skipped_nonfinite": float(not finite)} | ({"grad_norm": norm} if finite else {})
@@ -85,8 +86,9 @@ class Trained:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, to be written, or read into; call `reshard` after that."""
         kept = self.named if self._base is None else self.trainable
+        device = torch.device("cpu") if self._config.offload_optimizer else None
         return {"model": {name: parameter.detach() for name, parameter in kept.items()},
-                "optimizer": optimizer_state(self._optimizers, self.trainable)} | (
+                "optimizer": optimizer_state(self._optimizers, self.trainable, device)} | (
                 {} if self._base is None else {"base": self._base.clone()})
 
     def check(self, state: dict[str, Any], folder: Path) -> None:
@@ -103,6 +105,6 @@ class Trained:
         """Parameters and optimizer state to another device."""
         # FSDP gives gathered parameters back first, and each parameter stays the object that the optimizer knows.
         self.policy.to(device)
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        for optimizer in self._optimizers if not self._config.offload_optimizer else ():
+            for parameter in optimizer.state:
+                move_state(optimizer, parameter, device)

@@ -39,7 +39,8 @@ class Placement(Protocol):
 class LocalPlacement:
     """This process and its children."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._say = say
         self.config = with_dtypes(config, torch.cuda.is_available())
 
     def sampler(self, path: Path, done: Callable[[Trajectory], None]) -> Sampler:
@@ -48,8 +49,11 @@ class LocalPlacement:
 
     def actor(self, spec: "ActorSpec") -> Actor:
         """What learns."""
+        from ..actor.admission import describe
         from ..actor.launch import LocalActor
 
+        if torch.cuda.is_available():
+            self._say(describe(spec))
         return LocalActor(spec)
 
     def close(self) -> None:
@@ -63,7 +67,7 @@ def place(config: Config, ranks: int, say: Callable[[str], None]) -> Placement:
         ConfigError: Ray is not installed, or the run does not fit into the cluster.
     """
     if config.placement == "local":
-        return LocalPlacement(config)
+        return LocalPlacement(config, say)
     try:
         from .ray_placement import RayPlacement
     except ModuleNotFoundError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from molt_gym.tokens import Renderer, Trajectory
 
+from ..actor.admission import describe
 from ..actor.fsdp_actor import ActorSpec
 from ..config import Config
 from ..rollout.env_maker import EnvMaker
@@ -38,7 +39,7 @@ class RayPlacement:
 
     def __init__(self, config: Config, ranks: int, say: Callable[[str], None]) -> None:
         check_engine_args(config.rollout.engine_args)
-        self._cluster = RayCluster(config, ranks, say)
+        self._cluster, self._say = RayCluster(config, ranks, say), say
         self.gpu = self._cluster.parts.device == "GPU"
         self.config = with_dtypes(config, self.gpu)
         self._engines: list[RayVllmEngine | None] = [None] * config.rollout.engines
@@ -53,6 +54,8 @@ class RayPlacement:
             if self._backend == "ipc" and engine is not None and engine.ended is None:
                 # vLLM measures the GPU's free memory while it starts, and must be alone with it.
                 engine.wait()
+        if self.gpu:
+            self._say(describe(spec))
         return RayActor(spec, self._cluster.rank_options())
 
     def fleet(self, path: Path, renderer: Renderer) -> EngineFleet:

@@ -1,11 +1,16 @@
 """The memory of a rank, worked out from shapes."""
 
+import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from molt_gym.errors import ConfigError
 from molt_gym.trainers.actor import head
+from molt_gym.trainers.actor.admission import describe as describe_run
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.memory import GIB, HEAD_CHUNK, Plan, activations, describe, fit, needs
 from molt_gym.trainers.actor.sizes import Shape, Sizes
 
@@ -78,6 +83,19 @@ def test_the_same_options_take_700b_on_as_many_devices_as_it_needs() -> None:
     # There is room for it, but not for a whole gradient on each rank.
     assert fit(SPARSE, plan, H200) is False
     assert "671.03B parameters on 128 ranks" in describe(SPARSE, plan)
+
+
+def test_an_actor_is_refused_before_its_ranks_are_started(spec: Callable[..., ActorSpec]) -> None:
+    with pytest.raises(ConfigError, match="actor.tp: 4 does not divide the model's 2 key-value heads"):
+        LocalActor(spec(actor__world_size=4, actor__tp=4))
+    assert not multiprocessing.active_children()
+
+
+def test_a_run_is_planned_by_its_options(spec: Callable[..., ActorSpec]) -> None:
+    line = describe_run(spec(actor__world_size=4, actor__tp=2, actor__activation_checkpointing="full"))
+    assert "on 4 ranks (dp 2 × cp 1 × tp 2), 2,048 tokens a micro-batch, checkpointing full" in line
+    adapted = describe_run(spec(actor__lora__rank=4))
+    assert "frozen models" in adapted and "parameters 0.00" not in adapted
 
 
 def test_where_the_memory_is_not_known_all_fits() -> None:

@@ -76,6 +76,9 @@ def found(folder: Path, spec: Build, random_rows: Rows, model_path: Callable[...
     for loss, options in LOSSES.items():
         jobs += [(f"{loss} {name}", actor(layout, **options), [first()])
                  for name, layout in layouts.items() if name in ("alone", "tp2 cp2")]
+    # As where a whole gradient would not fit.
+    jobs += [("dp2 in turn", actor(LAYOUTS["dp2"]), [("__setattr__", "_sums_first", False), first(), second(),
+                                                     poisoned()])]
     jobs += [("saved", actor(LAYOUTS["tp2 dp2"]), [first(), ("save", folder / "state"), ("export", folder / "model")]),
              ("loaded alone", actor({}), [("load", folder / "state"), second()]),
              ("loaded cp2", actor(LAYOUTS["cp2"]), [("load", folder / "state"), second()]),
@@ -114,6 +117,11 @@ def test_so_it_does_with_a_head_of_its_own(found: Found, layout: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_so_it_does_where_a_loss_is_no_sum_of_tokens_or_the_optimizer_another(found: Found, loss: str) -> None:
     assert_same(found, f"{loss} tp2 cp2", f"{loss} alone")
+
+
+def test_gradients_may_be_exchanged_after_each_micro_batch(found: Found) -> None:
+    for key, tensor in found["alone"][1].items():
+        torch.testing.assert_close(found["dp2 in turn"][1][key], tensor, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["alone", "cp2", "tp2 cp2"])

@@ -1,0 +1,50 @@
+"""Whether a run's actor can be cut as its options say, and fits: known before a process is started or memory taken."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig
+
+from . import memory
+from .memory import Plan, fit
+from .scoring import Scoring
+from .sizes import Shape, Sizes, check_sizes
+
+if TYPE_CHECKING:
+    from .fsdp_actor import ActorSpec
+
+_STATE = {"adamw": 8, "muon": 4}
+"""Bytes of optimizer state for each parameter, or nearly so."""
+_ADAPTERS = 0.01
+"""Share of the parameters that adapters have, at most."""
+
+
+def admitted(spec: "ActorSpec") -> bool:
+    """Whether a step's gradients may be summed on each rank before they are exchanged.
+
+    Raises:
+        ConfigError: the model cannot be cut so, or the GPU of this process is too small; with the arithmetic.
+    """
+    shape, plan = _planned(spec)
+    check_sizes(shape, plan.sizes)
+    known = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    # Where one rank has all of a parameter, there is nothing to wait for.
+    return fit(shape, plan, known) and plan.sizes.shards > 1
+
+
+def describe(spec: "ActorSpec") -> str:
+    """What a rank needs, in one line."""
+    return f"actor: {memory.describe(*_planned(spec))}"
+
+
+def _planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
+    actor, scoring = spec.config.actor, Scoring.of(spec.config)
+    config = AutoConfig.from_pretrained(spec.path).get_text_config()
+    named = {name: getattr(config, name) for name in config.attribute_map}
+    plan = Plan(Sizes.of(actor), actor.micro_batch_tokens, actor.activation_checkpointing, actor.offload_optimizer,
+                spec.dtype.itemsize, _STATE[actor.optimizer], int(scoring.frozen), 1 + scoring.critic)
+    if actor.lora.rank:
+        # The model itself is frozen, and its own reference.
+        plan = replace(plan, frozen=1, trained=int(scoring.critic), share=_ADAPTERS)
+    return Shape.of(config.to_dict() | named), plan
