@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
+from molt_gym.trainers.config import load_config
 from molt_gym.trainers.rollout import vllm_spec
 from molt_gym.trainers.rollout.vllm_engine import VllmEngine
 from molt_gym.trainers.rollout.vllm_spec import HostSpec, check_engine_args, engine_arguments, environment
@@ -44,6 +45,15 @@ def test_what_decides_over_tokens_cannot_be_overridden(tiny_path):
     arguments = engine_arguments(spec(tiny_path, engine_args=given))
     assert (arguments["generation_config"], arguments["logprobs_mode"]) == ("vllm", "processed_logprobs")
     assert (arguments["dtype"], arguments["block_size"], arguments["max_model_len"]) == ("float32", 64, 256)
+
+
+@pytest.mark.parametrize("args", [{"speculative_config": {"method": "mtp"}}, {"spec_method": "mtp", "spec_tokens": 1}])
+def test_the_prefix_cache_which_vllm_has_by_default_is_off_with_speculative_heads(tiny_path, args):
+    assert engine_arguments(spec(tiny_path, engine_args=args))["enable_prefix_caching"] is False
+    assert "enable_prefix_caching" not in engine_arguments(spec(tiny_path))
+    options = {"rollout": {"engine": "vllm", "engine_args": args | {"enable_prefix_caching": True}}}
+    with pytest.raises(ConfigError, match="enable_prefix_caching: true with speculative decoding"):
+        load_config("CodeExec-v0", overrides=options)
 
 
 @installed
