@@ -5,7 +5,7 @@ import pytest
 from molt_gym.trainers.algorithms.registry import ESTIMATORS, LOSSES
 from molt_gym.trainers.algorithms.validation import Settings, problems
 
-CENTRED = {"score_centering": True, "importance": "token"}
+CENTRED = {"score_centering": 5, "importance": "token"}
 DISTILL = {"estimator": "on_policy_distill", "teacher": True, "kl": 1.0, "kl_use": "reward"}
 
 REFUSED = [
@@ -53,12 +53,12 @@ REFUSED = [
     ({"gate": "binary_kl", "importance": "geo"}, "gate: 'binary_kl'", "write level = 'token' or 'seq'"),
     ({"gate": "tv", "importance": "token", "mode": "clip"}, "gate: 'tv'", "write mode = 'mask' or gate = 'ratio'"),
     ({"low": 3.0}, "algorithm.importance.low: 3.0", "write low <= high"),
-    (CENTRED | {"loss": "gspo"}, "score_centering: true", "write algorithm.loss = 'ppo' or 'reinforce'"),
-    (CENTRED | {"loss": "cispo"}, "score_centering: true", "write algorithm.loss = 'ppo' or 'reinforce'"),
-    (CENTRED | {"updates_per_batch": 2}, "score_centering: true", "write algorithm.updates_per_batch = 1"),
-    (CENTRED | {"importance": "geo"}, "score_centering: true", "write level = 'token' and gate = 'ratio'"),
-    ({"score_centering": True, "max_staleness": 1}, "algorithm.importance.level = 'auto'", "write level = 'token'"),
-    (CENTRED | {"gate": "tv"}, "score_centering: true", "write level = 'token' and gate = 'ratio'"),
+    (CENTRED | {"loss": "gspo"}, "score_centering: 5", "write algorithm.loss = 'ppo' or 'reinforce'"),
+    (CENTRED | {"loss": "cispo"}, "score_centering: 5", "write algorithm.loss = 'ppo' or 'reinforce'"),
+    (CENTRED | {"updates_per_batch": 2}, "score_centering: 5", "write algorithm.updates_per_batch = 1"),
+    (CENTRED | {"importance": "geo"}, "score_centering: 5", "write level = 'token' and gate = 'ratio'"),
+    ({"score_centering": 5, "max_staleness": 1}, "algorithm.importance.level = 'auto'", "write level = 'token'"),
+    (CENTRED | {"gate": "tv"}, "score_centering: 5", "write level = 'token' and gate = 'ratio'"),
     ({"top_p": 0.9}, "rollout.top_p: 0.9 with algorithm.loss = 'ppo'", "write rollout.top_p = 1"),
     ({"top_k": 5}, "rollout.top_k: 5 with algorithm.loss = 'ppo'", "write rollout.top_k = 0"),
     ({"loss": "gspo", "top_k": 5}, "rollout.top_k: 5 with algorithm.loss = 'gspo'", "write rollout.top_k = 0"),
@@ -81,7 +81,7 @@ FINE = [
     {"loss": "gspo", "updates_per_batch": 4}, {"max_staleness": 2}, {"importance": "off"},
     {"importance": "seq", "gate": "tv", "high": 0.1}, {"importance": "token", "gate": "binary_kl", "high": 0.1},
     {"importance": "token", "mode": "trunc", "max_staleness": 1}, CENTRED | {"mode": "trunc", "max_staleness": 1},
-    {"score_centering": True, "loss": "reinforce"}, {"routing_replay": True, "prefix_cache": True},
+    {"score_centering": 5, "loss": "reinforce"}, {"routing_replay": True, "prefix_cache": True},
     {"aggregation": "rollout_mean_token_sum", "token_sum_divisor": 9}, {"speculative": True},
 ]
 
