@@ -9,7 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from molt_gym.errors import RunFailed
-from molt_gym.tokens import Renderer, Sampling
+from molt_gym.tokens import Sampling
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.parity import ParityProbe
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.vllm_engine import VllmEngine
 from molt_gym.trainers.rollout.vllm_spec import Lora
@@ -49,7 +54,7 @@ async def update(engine: VllmEngine, tensors: dict[str, torch.Tensor], version: 
 
 
 async def test_updates_bring_adapters_alone_and_one_without_a_place_ends_the_engine(
-    tiny_path: Path, tmp_path: Path, play, expected
+    tiny_path: Path, tmp_path: Path, renderer, play, expected
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
     config = Qwen3Config(
@@ -63,7 +68,7 @@ async def test_updates_bring_adapters_alone_and_one_without_a_place_ends_the_eng
     def load() -> Qwen3ForCausalLM:
         return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
 
-    engine = VllmEngine(tmp_path, Renderer(tokenizer), dtype=torch.float32, max_context=256, max_sequences=8,
+    engine = VllmEngine(tmp_path, renderer, dtype=torch.float32, max_context=256, max_sequences=8,
                         lora=LORA)
     try:
         await asyncio.to_thread(engine.wait)
@@ -86,9 +91,19 @@ async def test_updates_bring_adapters_alone_and_one_without_a_place_ends_the_eng
             assert straddling
         ids = PROMPTS[2] + [7, 7]
         assert await engine.score(ids) == pytest.approx(expected(current, ids[:1], ids[1:]), abs=1e-4)
+
+        config = load_config("Any-v0", overrides={"actor__lr": 0.02, "actor__lora__rank": 3, "actor__lora__alpha": 6.0,
+                                                  "engine": "vllm", "rollout__max_context": 1024})
+        actor = LocalActor(ActorSpec(str(tmp_path), config, torch.float32, 10))
+        try:
+            actor.train([[TrainRow(ids, [0] + [1] * 41, [-1.0] * 42, 1.0, 0.01, 0, 0)]])
+            await update(engine, dict(actor.weights()), 4)
+            assert await ParityProbe.of(renderer, 256, torch.float32, gpu=False).check(engine, actor) < 1e-5
+        finally:
+            actor.close()
         with pytest.raises(RunFailed, match="no place for 1 layers, such as model.layers.0.strange"):
             await update(engine, {"base_model.model.model.layers.0.strange.lora_A.weight": torch.zeros(3, 64),
-                                  "base_model.model.model.layers.0.strange.lora_B.weight": torch.zeros(64, 3)}, 4)
+                                  "base_model.model.model.layers.0.strange.lora_B.weight": torch.zeros(64, 3)}, 5)
         assert engine.ended is not None
     finally:
         await engine.close()

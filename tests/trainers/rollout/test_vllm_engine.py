@@ -194,6 +194,15 @@ async def test_both_engines_and_the_actor_agree_before_and_after_updates_in_flig
     await plain.close()
 
 
+async def test_it_tells_the_likeliest_tokens_under_the_temperature(engine, load, play):
+    (reply,) = await play(engine, PROMPTS[:1], temperature=0.7, max_tokens=6, top_logprobs=25)
+    with torch.no_grad():
+        logits = load()(torch.tensor([PROMPTS[0] + reply.ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    values, ids = (logits / 0.7).log_softmax(-1).topk(25)
+    assert reply.top["id"].tolist() == ids.tolist()
+    assert reply.top["logprob"] == pytest.approx(values.numpy(), abs=1e-4)
+
+
 def row(ids: list[int], start: int) -> TrainRow:
     mask = [int(position >= start) for position in range(len(ids))]
     return TrainRow(ids, mask, [-1.0 * bit for bit in mask], 1.0, 0.01, start, 0)
@@ -311,6 +320,23 @@ async def test_the_probe_sees_weights_that_are_not_the_actors(engine, actor, loa
     await update(engine, load(seed=9), 1)
     with pytest.raises(RunFailed, match=r"update to version 1.* -\d+\.\d+ and -\d+\.\d+ a token.*tolerance 0.001"):
         await probe.check(engine, actor)
+
+
+async def test_weights_with_adapters_in_them_arrive_like_others(engine, model_path, renderer):
+    sizes = {"rollout__max_tokens": 64, "rollout__max_context": 256}
+    config = load_config("Any-v0", overrides={"actor__lr": 0.02, "actor__lora__rank": 4, "engine": "vllm",
+                                              "actor__lora__transfer": "merged", **sizes})
+    actor = LocalActor(ActorSpec(str(model_path(True)), config, torch.float32, 10))
+    try:
+        before = actor.logprobs(PROMPTS[1])
+        actor.train([[row(PROMPTS[1], 1)]])
+        assert actor.logprobs(PROMPTS[1]) != pytest.approx(before, abs=1e-3)
+        await engine.pause()
+        await engine.update_weights(actor.weights(), 1)
+        await engine.resume()
+        assert await ParityProbe.of(renderer, 256, torch.float32, gpu=False).check(engine, actor) < 1e-5
+    finally:
+        actor.close()
 
 
 async def test_a_score_comes_before_replies_that_wait_and_asked_within_an_update_before_all(engine, load):
