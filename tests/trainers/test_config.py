@@ -130,6 +130,8 @@ CONTRADICTIONS = [
      "write algorithm.updates_per_batch = 1"),
     ({"actor.world_size": 5}, "actor.world_size: 5", "write a divisor of 32"),
     ({"actor.world_size": 32, "algorithm.updates_per_batch": 2}, "actor.world_size: 32", "write a divisor of 16"),
+    ({"actor.world_size": 6, "actor.tp": 2, "actor.cp": 2}, "actor.world_size: 6", "write 8 or smaller parts"),
+    ({"actor.world_size": 10, "actor.tp": 2}, "actor.world_size: 10 / 2 (actor.tp × actor.cp)", "divisor of 32 times 2"),
     ({"rollout.max_tokens": 2048}, "rollout.max_tokens: 2048", "write a smaller max_tokens"),
     ({"algorithm.importance": {"level": "geo", "mode": "clip"}}, "algorithm.importance.mode: 'clip'", "'token'"),
     ({"algorithm.importance": {"low": 3.0}}, "algorithm.importance.low: 3.0", "write low <= high"),
@@ -166,6 +168,7 @@ def test_options_that_contradict_each_other_are_refused_with_what_to_change(over
 @pytest.mark.parametrize("overrides", [
     {"rollout.top_p": 0.9, "rollout.top_k": 5, "algorithm.loss": "reinforce"},
     {"algorithm.updates_per_batch": 2, "actor.world_size": 2},
+    {"actor.world_size": 64, "actor.tp": 4, "actor.cp": 2},
     {"algorithm": {"estimator": "reinforce", "gamma": 0.9, "loss": "cispo", "ceiling": 2}, "rollout.group_size": 1},
     {"algorithm.kl": {"coefficient": 0.1, "kind": "k3", "ref": "rollout"}, "algorithm.estimator": "flash_reinforce"},
     {"algorithm.kl": {"coefficient": 0.1, "model": "tiny", "target": 0.1}, "algorithm.loss": "gspo"},

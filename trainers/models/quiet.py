@@ -4,8 +4,9 @@ import logging
 
 __all__ = ["quiet_libraries"]
 
-# torchao, where it is installed, warns at import about its GPU kernels and about torch's deprecations.
-_NOISY = ("torchao", "torch.utils._pytree")
+# torchao, where it is installed, warns at import about its GPU kernels and about torch's deprecations; DTensor, that
+# parameters under tensor parallelism are gathered in two steps.
+_NOISY = ("torchao", "torch.utils._pytree", "torch.distributed.tensor._redistribute")
 
 
 def quiet_libraries() -> None:

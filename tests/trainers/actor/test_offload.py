@@ -1,10 +1,16 @@
 """Optimizer state that visits the device in parts."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from molt_gym.trainers.actor import trained
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.offload import step_in_parts
+from molt_gym.trainers.actor.packing import TrainRow
 
 
 def parameters() -> list[nn.Parameter]:
@@ -33,3 +39,26 @@ def test_a_step_in_parts_is_that_of_the_whole(most: int) -> None:
     assert [[parameter.numel() for parameter in group["params"]] for group in other.param_groups] == sizes
     assert sum(stepped) == 3 * 21
     assert max(stepped) <= max(most, 8) and (most > 1 or len(stepped) == 15)
+
+
+def test_an_actor_whose_state_is_elsewhere_makes_the_same_updates(
+    spec: Callable[..., ActorSpec], random_rows: Callable[..., list[TrainRow]],
+    weights_of: Callable[..., dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, parts = [], []
+
+    def by_parameter(optimizer: torch.optim.Optimizer) -> None:
+        parts.append(sum(len(group["params"]) for group in optimizer.param_groups))
+        step_in_parts(optimizer, most=1)
+
+    monkeypatch.setattr(trained, "step_in_parts", by_parameter)
+    for offload in (False, True):
+        actor = LocalActor(spec(actor__offload_optimizer=offload))
+        try:
+            for seed in range(2):
+                actor.train([random_rows(2, 3, seed=seed)])
+            found.append(weights_of(actor))
+        finally:
+            actor.close()
+    assert parts == [len(found[0])] * 2
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
