@@ -91,6 +91,19 @@ def test_the_reference_can_be_another_model_with_the_same_tokens(train: Train, t
     assert first["policy/kl_ref"] > 0.01
 
 
+def test_score_centering_changes_an_update_as_far_as_sampler_and_trainer_differ(train: Train) -> None:
+    def first_step(dtype: str, top: int) -> tuple[float, float]:
+        importance = {"level": "token", "mode": "clip", "low": 0.99, "high": 1.01, "score_centering": top}
+        result = train(steps=1, rollout__dtype=dtype, algorithm__importance=importance, eval__before=False,
+                       eval__after=False)
+        return result.metrics[0]["optim/grad_norm"], result.metrics[0]["policy/loss"]
+
+    norm, loss = first_step("float32", 0)
+    assert first_step("float32", 400) == (pytest.approx(norm, rel=2e-5), pytest.approx(loss, abs=1e-5))
+    norm, loss = first_step("bfloat16", 0)
+    assert first_step("bfloat16", 8) != (pytest.approx(norm, rel=2e-4), pytest.approx(loss, abs=1e-4))
+
+
 @pytest.mark.slow
 def test_algorithms_of_ones_own_are_found_by_all_ranks(train: Train) -> None:
     options = {"algorithm__estimator": "toy_algorithms:longest", "algorithm__loss": "toy_algorithms:plain"}

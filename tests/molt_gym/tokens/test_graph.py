@@ -2,10 +2,12 @@ import math
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from molt_gym.messages import InternedMessage, InternedTools, has_digest
-from molt_gym.tokens import Generation, TokenGraph
+from molt_gym.tokens import Generation, TokenGraph, Trajectory
+from molt_gym.tokens.generation import TOP
 
 OK = {"role": "user", "content": "ok"}
 END = 257
@@ -51,6 +53,31 @@ def test_the_next_request_goes_on_from_the_sampled_ids(session, prompt_ids):
     assert row.logprobs[20:23] == [-1, -2, -3] and set(row.logprobs[23:44]) == {0.0}
     assert row.versions[19:23] == [-1, 0, 0, 0]
     assert (session.prompt.kind, session.graph.forks, session.graph.turns) == ("extend", 0, 2)
+
+
+def test_rows_have_the_likeliest_tokens_of_all_that_they_train_or_none(session, monkeypatch):
+    generate = session.engine.generate
+
+    def telling(*args):
+        generation = generate(*args)
+        top = np.zeros((len(generation.ids), 2), TOP)
+        top["id"][:, 0], top["logprob"][:, 0] = generation.ids, generation.logprobs
+        return replace(generation, top=top)
+
+    monkeypatch.setattr(session.engine, "generate", telling)
+    talk = session.ask([OK], [262, 264, END])
+    session.ask([*talk, OK], [266, END])
+    session.ask([*talk, OK], [265, END])
+    for row in session.graph.rows():
+        trained = [(i, logprob) for i, bit, logprob in zip(row.ids, row.mask, row.logprobs, strict=True) if bit]
+        assert list(map(tuple, row.top[:, 0].tolist())) == trained
+    (first, _) = rows = session.graph.rows()
+    assert len(first.top) == 5 and "top" not in Trajectory("A-v0", 0, rows=rows).to_json()
+    monkeypatch.setattr(session.engine, "generate", generate)
+    session.ask([*talk, {"role": "user", "content": "no"}], [266, END])
+    assert session.graph.rows()[-1].top is None
+    with pytest.raises(ValueError, match="generation.top: 1 values for 2 ids"):
+        replace(Generation([1, END], [-1, -1], [0, 0], "stop"), top=np.zeros((1, 2), TOP)).checked()
 
 
 def test_the_end_id_is_trained_where_it_was_sampled_though_it_is_the_padding_id_too(session):
