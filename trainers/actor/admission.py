@@ -42,7 +42,9 @@ def _planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
     actor, scoring = spec.config.actor, Scoring.of(spec.config)
     config = AutoConfig.from_pretrained(spec.path).get_text_config()
     named = {name: getattr(config, name) for name in config.attribute_map}
-    plan = Plan(Sizes.of(actor), actor.micro_batch_tokens, actor.activation_checkpointing, actor.offload_optimizer,
+    # A compiler keeps about as much by itself.
+    kept = "selective" if actor.compile and actor.activation_checkpointing == "none" else actor.activation_checkpointing
+    plan = Plan(Sizes.of(actor), actor.micro_batch_tokens, kept, actor.offload_optimizer,
                 spec.dtype.itemsize, _STATE[actor.optimizer], int(scoring.frozen), 1 + scoring.critic)
     if actor.lora.rank:
         # The model itself is frozen, and its own reference.

@@ -24,6 +24,8 @@ ATTENTION = "molt_gym_packed"
 """Name of this attention among those of transformers; the model must be called with `visible`."""
 BLOCK = 128
 """Tokens of a block of the sparse mask."""
+_NARROWEST = 16
+"""Heads that are narrower are padded for flex attention."""
 _DENSE = 256
 """Neighbours that see nothing of each other are still computed together up to so many tokens."""
 
@@ -114,8 +116,13 @@ def sparse(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling:
     if heads & (heads - 1):
         # The kernels take heads of a group together only where their number is a power of two.
         key, value = (tensor.repeat_interleave(heads // groups, 1) for tensor in (key, value))
+    width = query.shape[-1]
+    if width < _NARROWEST:
+        query, key, value = (F.pad(tensor, (0, _NARROWEST - width)) for tensor in (query, key, value))
     run = flex_attention if torch.compiler.is_compiling() else fused(flex_attention, query.device)
-    return run(query, key, value, block_mask=visible.blocks, scale=scaling, enable_gqa=heads != key.shape[1])
+    out = run(query, key, value, block_mask=visible.blocks, scale=scaling or width**-0.5,
+              enable_gqa=heads != key.shape[1])
+    return out[..., :width]
 
 
 AttentionInterface.register(ATTENTION, attend)
