@@ -131,7 +131,7 @@ CONTRADICTIONS = [
     ({"actor.world_size": 5}, "actor.world_size: 5", "write a divisor of 32"),
     ({"actor.world_size": 32, "algorithm.updates_per_batch": 2}, "actor.world_size: 32", "write a divisor of 16"),
     ({"actor.world_size": 6, "actor.tp": 2, "actor.cp": 2}, "actor.world_size: 6", "write 8 or smaller parts"),
-    ({"actor.world_size": 10, "actor.tp": 2}, "actor.world_size: 10 / 2 (actor.tp × actor.cp)", "divisor of 32 times 2"),
+    ({"actor.world_size": 10, "actor.tp": 2}, "actor.world_size: 10 / 2 (actor.tp × actor.cp)", "of 32 times 2"),
     ({"rollout.max_tokens": 2048}, "rollout.max_tokens: 2048", "write a smaller max_tokens"),
     ({"algorithm.importance": {"level": "geo", "mode": "clip"}}, "algorithm.importance.mode: 'clip'", "'token'"),
     ({"algorithm.importance": {"low": 3.0}}, "algorithm.importance.low: 3.0", "write low <= high"),
