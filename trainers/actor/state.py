@@ -5,6 +5,7 @@ first rank is told that one is written, the files of all ranks are on disk. Noth
 sharded: it can be read by any number of ranks.
 """
 
+import pickle
 import shutil
 import socket
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from molt_gym.threads import Worker
 WRITE_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for each other's files."""
 
+NAMES = "names"
+"""Entry with what turns a weight of nemo_automodel into those of model folders, which an export needs."""
 State = Mapping[str, Any]
 """Nested dicts with tensors, sharded or not, as leaves."""
 
@@ -73,6 +76,11 @@ def _write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Non
         raise OSError(f"cannot write {folder}: {_cause(error)}; {free}") from error
 
 
+def pickled(value: object) -> torch.Tensor:
+    """[bytes] uint8."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
 def read_state(state: State, folder: Path, model: str) -> None:
     """Read into the tensors of `state`, which say what is wanted and how it is sharded; model: what they are of.
 
@@ -80,7 +88,7 @@ def read_state(state: State, folder: Path, model: str) -> None:
         ConfigError: the folder is of another model.
     """
     try:
-        dcp.load(dict(state), checkpoint_id=folder)
+        dcp.load({name: value for name, value in state.items() if name != NAMES}, checkpoint_id=folder)
     except CheckpointException as error:
         raise ConfigError(f"model: {folder} was saved from another one than {model}; {_cause(error)}") from error
 
