@@ -4,6 +4,8 @@
 #   make train ARGS="--model tiny"         any words that `molt-gym train ENV` takes
 #   make engines                           add vLLM and Ray; then also ARGS="--engine vllm"
 #   make test                              lint and all tests, engines included, JOBS at a time; TESTS=tests/envs for some
+#   make test-slow                         train with every algorithm and 3 seeds, JOBS at a time, some 20 minutes of two
+#                                          cores; table and curves go to benchmarks/results
 #
 # On a machine with GPUs, make an environment of your own with the torch build that fits its driver and
 # `pip install -e .` instead: the lock is for CPUs.
@@ -11,7 +13,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test lint setup engines sandbox clean
+.PHONY: help train test test-slow lint setup engines sandbox clean
 
 VENV := .venv
 ENV := CodeExec-v0
@@ -33,6 +35,13 @@ train: setup sandbox
 
 test: lint engines sandbox
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+# Runs of other code than this prove nothing, so they begin anew; `python benchmarks/algorithms.py` goes on with them.
+LEARNING := runs/algorithms
+test-slow: setup sandbox
+	rm -rf $(LEARNING)
+	$(BIN)/python benchmarks/algorithms.py --jobs $(JOBS) --out $(LEARNING) --result algorithms-cpu$(JOBS)
+	MOLT_GYM_LEARNING=$(LEARNING) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m learning
 
 lint: setup
 	$(BIN)/ruff check .
