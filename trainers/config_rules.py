@@ -69,9 +69,9 @@ def _actor_contradictions(config: Config) -> Iterator[str]:
     if actor.ep > 1 and actor.backend == "transformers":
         yield (f"actor.ep: {actor.ep} with actor.backend = 'transformers', which has each expert on every rank; write "
                "backend = 'automodel' or ep = 1")
-    if actor.ep > 1 and lora.rank:
-        yield (f"actor.ep: {actor.ep} with actor.lora.rank = {lora.rank}; adapters are for models that each rank can "
-               "take layer by layer: write ep = 1 or lora.rank = 0")
+    if lora.rank and (actor.ep > 1 or actor.backend == "automodel"):
+        yield (f"actor.lora.rank: {lora.rank} with a model of nemo_automodel (actor.backend, actor.ep); adapters are "
+               "for those of transformers: write backend = 'transformers' and ep = 1, or lora.rank = 0")
     if actor.tp > 1 and (actor.backend == "automodel" or actor.ep > 1):
         yield (f"actor.tp: {actor.tp} with a model of nemo_automodel (actor.backend, actor.ep), which is shared by ep "
                "and cp alone; write tp = 1, or backend = 'transformers' and ep = 1")

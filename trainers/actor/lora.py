@@ -74,7 +74,8 @@ def add_adapters(model: nn.Module, config: LoraConfig, seed: int) -> None:
 def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
     """Names of the layers that get an adapter, in the model's order."""
     head = model.get_output_embeddings()
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    linear = {name for name, module in model.named_modules()
+              if isinstance(module, nn.Linear) and module is not head and "visual" not in name.split(".")}
     if config.target_modules == ("all-linear",):
         return [name for name, _ in model.named_modules() if name in linear]
     chosen: set[str] = set()

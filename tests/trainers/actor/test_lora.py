@@ -203,6 +203,7 @@ def test_targets_that_cannot_have_an_adapter_are_refused_by_name(
     ({"actor__lora__alpha": 4}, "actor.lora.rank = 0 trains all weights"),
     ({"actor__lora__rank": 4, "actor__lora__transfer": "adapter"}, "'transformers', which takes whole weights"),
     ({"actor__lora__rank": 4, "actor__tp": 2, "actor__world_size": 2}, "actor.tp: 2 with adapters"),
+    ({"actor__lora__rank": 4, "actor__backend": "automodel"}, "adapters are for those of transformers"),
     ({"actor__lora__rank": 4, "engine": "vllm", "rollout__engine_args": {"enable_lora": True}},
      "enable_lora: is set by the run itself; write actor.lora.rank")])
 def test_options_that_contradict_adapters_are_refused(options: dict[str, Any], words: str) -> None:
