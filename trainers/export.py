@@ -6,10 +6,12 @@ once; of the weights no more is in memory than the layer being read and the file
 """
 
 import json
+import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from molt_gym.errors import ConfigError
 
 from .actor.lora import PREFIX, base_hash, write_adapter
+from .actor.state import NAMES
+from .architecture import model_class
 from .atomic import atomic_path
 from .checkpoint import STATE, best_checkpoint, checkpoint_path, load_state, newest_checkpoint, problem
 from .config import ActorConfig
@@ -106,7 +110,7 @@ def export_checkpoint(
     if scale:
         _check_base(checkpoint, base)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton = model_class(config).from_config(config)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out) as folder:
         folder.mkdir()
@@ -122,15 +126,13 @@ def export_checkpoint(
             # They came with a tie that the trained ones do not have.
             settings["tie_word_embeddings"] = False
         (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
     if scale and adapter is not None:
         _write_adapter(checkpoint, adapter, base, scale)
 
 
 def _check_base(checkpoint: Path, base: Path) -> None:
     expected = torch.zeros(32, dtype=torch.uint8)
-    dcp.load({"base": expected}, checkpoint_id=checkpoint / "actor", no_dist=True)
+    _load({"base": expected}, checkpoint / "actor")
     if not torch.equal(expected, base_hash(base)):
         raise ConfigError(f"model: the adapters in {checkpoint} were trained on other weights than those in {base}; "
                           "name the model with which the run began")
@@ -164,15 +166,26 @@ class _Files:
         return tensor.to(self._dtype or self._usual)
 
 
+def _renamed(folder: Path, skeleton: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """What gives the weights of a layer the names, and cuts them into the parts, that model folders have."""
+    entry = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.get(NAMES)
+    if entry is None:
+        return partial(revert_weight_conversion, skeleton)
+    kept = torch.empty(entry.size, dtype=torch.uint8)
+    _load({NAMES: kept}, folder)
+    adapter = pickle.loads(kept.numpy().tobytes())
+    return lambda layer: dict(part for item in layer.items() for part in adapter.convert_single_tensor_to_hf(*item))
+
+
 def _tensors(folder: Path, skeleton: Any, files: _Files, scale: float) -> Iterator[tuple[str, Tensor]]:
     """All weights by the names that they have in model folders: the trained ones, then what else the base has."""
-    done = set(skeleton.all_tied_weights_keys)
+    done, renamed = set(skeleton.all_tied_weights_keys), _renamed(folder, skeleton)
     for layer in _layers(folder):
         adapters = {name: layer.pop(name) for name in list(layer) if ".lora_" in name}
-        trained = revert_weight_conversion(skeleton, layer)
+        trained = renamed(layer)
         for owner in (name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")):
             a, b = (adapters[f"{owner}.lora_{part}.weight"] for part in "AB")
-            (name,) = revert_weight_conversion(skeleton, {f"{owner}.weight": torch.empty(0)})
+            (name,) = renamed({f"{owner}.weight": torch.empty(0)})
             trained[name] = torch.addmm(files[name].float(), b, a, alpha=scale)
         for name, tensor in trained.items():
             done.add(name)
@@ -183,16 +196,19 @@ def _tensors(folder: Path, skeleton: Any, files: _Files, scale: float) -> Iterat
 
 def _layers(folder: Path) -> Iterator[dict[str, Tensor]]:
     """The trained weights, a layer at a time, by their names in the model."""
-    reader = dcp.FileSystemReader(folder)
-    shapes = {key.removeprefix("model."): value for key, value in reader.read_metadata().state_dict_metadata.items()
-              if key.startswith("model.")}
-    for _, names in groupby(shapes, _layer):
+    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {key.removeprefix("model."): value for key, value in known.items() if key.startswith("model.")}
+    for _, names in groupby(sorted(shapes, key=_layer), _layer):
         layer = {name: torch.empty(shapes[name].size, dtype=shapes[name].properties.dtype) for name in names}
-        with warnings.catch_warnings():
-            # That there is no process group.
-            warnings.simplefilter("ignore")
-            dcp.load({"model": layer}, storage_reader=reader, no_dist=True)
+        _load({"model": layer}, folder)
         yield layer
+
+
+def _load(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        # That there is no process group.
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
 
 
 def _layer(name: str) -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from molt_gym.errors import ConfigError
 from molt_gym.tokens import Generation, Renderer, Sampling
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.lora import base_hash
 from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.actor.state import NAMES, pickled
 from molt_gym.trainers.checkpoint import Checkpoints, mark_best
 from molt_gym.trainers.config import load_config
 from molt_gym.trainers.export import about, export_checkpoint
@@ -29,12 +32,13 @@ from molt_gym.trainers.rollout.engine import Request
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
 
 
-def checkpoint(folder: Path, base: Path, weights: dict[str, torch.Tensor], **state: Any) -> Path:
+def checkpoint(
+    folder: Path, origin: Path, weights: dict[str, torch.Tensor], lora_scale: float = 0, **more: torch.Tensor
+) -> Path:
     """One that holds these weights."""
     folder.mkdir(parents=True)
-    dcp.save({"model": weights, "updates": torch.tensor(3)}, checkpoint_id=folder / "actor", no_dist=True)
-    state = {"step": 3, "model": str(base), "lora_scale": 0, **state}
-    (folder / "trainer.json").write_text(json.dumps(state))
+    dcp.save({"model": weights, "updates": torch.tensor(3), **more}, checkpoint_id=folder / "actor", no_dist=True)
+    (folder / "trainer.json").write_text(json.dumps({"step": 3, "model": str(origin), "lora_scale": lora_scale}))
     files = {str(file.relative_to(folder)): [file.stat().st_size, None] for file in folder.rglob("*") if file.is_file()}
     (folder / "manifest.json").write_text(json.dumps(files))
     return folder
@@ -123,14 +127,35 @@ def test_a_head_that_is_no_longer_tied_stays_and_one_that_is_tied_is_not_taken_f
     assert torch.equal(parted.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
-def test_experts_get_the_names_of_model_folders(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def experts_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, whose folder has each of them by itself."""
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    model = trained(tmp_path / "base")
-    path = checkpoint(tmp_path / "step-000003", tmp_path / "base", dict(model.named_parameters()))
-    export_checkpoint(path, tmp_path / "model", tmp_path / "base", shard_bytes=20_000)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path := tmp_path_factory.mktemp("experts"))
+    return path
+
+
+@pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo_automodel is not installed")
+def test_weights_of_nemo_automodel_get_the_names_of_model_folders(experts_path: Path, tmp_path: Path) -> None:
+    from nemo_automodel.components.models.qwen3_moe.state_dict_adapter import Qwen3MoeStateDictAdapter
+
+    experts = SimpleNamespace(n_routed_experts=4, moe_inter_dim=16, expert_activation="swiglu", expert_bias=False)
+    adapter = Qwen3MoeStateDictAdapter(AutoConfig.from_pretrained(experts_path), experts,
+                                       SimpleNamespace(dispatcher="torch", experts="torch"))
+    model = trained(experts_path)
+    model.save_pretrained(tmp_path / "expected")
+    weights = adapter.from_hf(load_file(tmp_path / "expected" / "model.safetensors"))
+    assert any("gate_and_up" in name for name in weights)
+    path = checkpoint(tmp_path / "step-000003", experts_path, weights, **{NAMES: pickled(adapter)})
+    assert_same(loaded(molt_gym.export(path, tmp_path / "model")), model)
+
+
+def test_experts_get_the_names_of_model_folders(experts_path: Path, tmp_path: Path) -> None:
+    model = trained(experts_path)
+    path = checkpoint(tmp_path / "step-000003", experts_path, dict(model.named_parameters()))
+    export_checkpoint(path, tmp_path / "model", experts_path, shard_bytes=20_000)
     assert_same(loaded(tmp_path / "model"), model)
     names = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
@@ -140,7 +165,7 @@ def test_adapters_are_added_to_the_weights_of_the_base(tiny_path: Path, tmp_path
     a, b = torch.randn(4, 64), torch.randn(96, 4)
     name = "model.layers.1.mlp.up_proj"
     path = checkpoint(tmp_path / "step-000003", tiny_path,
-                      {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, lora_scale=0.5)
+                      {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, 0.5, base=base_hash(tiny_path))
     expected = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     with torch.no_grad():
         expected.get_parameter(f"{name}.weight").addmm_(b, a, alpha=0.5)

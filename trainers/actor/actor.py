@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from molt_gym.errors import RunFailed
+from molt_gym.images import ImageSpan
 
 from .packing import AnyRow
 
@@ -33,8 +34,8 @@ class Actor(Protocol):
         """Whole parameters by their names in the checkpoint, tied ones once."""
         ...
 
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each id but the first after those before it, at temperature 1."""
+    def logprobs(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
+        """Log-probability of each id but the first after those before it, at temperature 1; images: among the ids."""
         ...
 
     def begin_save(self, folder: Path) -> "Future[None]":
@@ -50,10 +51,6 @@ class Actor(Protocol):
 
     def load(self, folder: Path) -> None:
         """Take over what `save` wrote, also with another number of ranks."""
-        ...
-
-    def export(self, folder: Path) -> None:
-        """Write a folder that transformers loads: weights and configuration, no tokenizer."""
         ...
 
     def check(self) -> None:

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
+
+from molt_gym.images import ImageSpan
+from molt_gym.tokens.vision import Vision
 
 from ..algorithms.importance import importance_coefficients, score_centering
 from ..algorithms.kl import kl_loss
@@ -29,6 +31,7 @@ from .lora import without_adapters
 from .model import Policy, Told, load_policy, reshard
 from .packing import MicroBatch, TrainRow, build_trie
 from .parallel import Layout
+from .routing import Routing
 from .scoring import Scores, Scoring, token_advantages
 from .sizes import Sizes
 from .state import NAMES, StateWriter, pickled, read_state
@@ -79,7 +82,11 @@ class FsdpActor:
             # A policy with adapters is its own reference, without them.
             own = lora and spec.reference in (None, spec.path)
             self._reference = self._policy if own else load(spec.reference or spec.path, frozen=True)
-        self._dealer = Dealer(self._layout, self._device, self._learner.cost.pairs)
+            if self._reference.routing.shape != self._policy.routing.shape:
+                # Another model's experts are not those that the sampler chose among.
+                self._reference.routing = Routing(())
+        vision = Vision.of(spec.path, max_pixels=self._config.actor.max_pixels)
+        self._dealer = Dealer(self._layout, self._device, self._learner.cost.pairs, vision)
         self._writer = StateWriter()
         self._kl = 0.0
         self.updates = 0
@@ -223,9 +230,9 @@ class FsdpActor:
         return [found[row.row] for row in rows]
 
     @torch.no_grad()
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
+    def logprobs(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """Log-probability of each id but the first, at temperature 1; all ranks must call."""
-        row = TrainRow(list(ids), [1] * len(ids), [0.0] * len(ids), 0.0, 0.0, 0, 0)
+        row = TrainRow(list(ids), [1] * len(ids), [0.0] * len(ids), 0.0, 0.0, 0, 0, images=list(images))
         return self._policy(self._dealer.collate([build_trie([row])])).logprobs.tolist()
 
     def _sum_over_ranks(self, metrics: Metrics) -> Metrics:

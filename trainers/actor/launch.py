@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from molt_gym.errors import RunFailed
+from molt_gym.images import ImageSpan
 
 from ..models.quiet import quiet_libraries
 from .actor import ActorLost
@@ -89,9 +90,9 @@ class LocalActor:
                     pass
             raise
 
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
+    def logprobs(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """Log-probabilities of a text, at temperature 1."""
-        return self._call("logprobs", ids)
+        return self._call("logprobs", ids, images)
 
     def score(self, rows: Sequence[TrainRow]) -> list[list[float]]:
         """Log-probabilities of each row's trained tokens."""
@@ -108,10 +109,6 @@ class LocalActor:
     def load(self, folder: Path) -> None:
         """Read one."""
         self._call("load", folder)
-
-    def export(self, folder: Path) -> None:
-        """Write a folder that transformers loads."""
-        self._call("export", folder)
 
     def offload(self) -> None:
         """Leave the GPUs, until `onload`."""

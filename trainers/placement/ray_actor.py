@@ -18,6 +18,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from molt_gym.errors import ConfigError, RunFailed
+from molt_gym.images import ImageSpan
 from molt_gym.threads import call_in_thread
 
 from ..actor.actor import ActorLost
@@ -77,9 +78,9 @@ class RayActor:
         """Whole parameters, which leave the ranks only where this is iterated over."""
         return RankWeights(self)
 
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
+    def logprobs(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """Log-probabilities of a text, at temperature 1."""
-        return self._call("logprobs", list(ids))[0]
+        return self._call("logprobs", list(ids), list(images))[0]
 
     def begin_save(self, folder: Path) -> "Future[None]":
         """Begin to write a sharded checkpoint."""
@@ -94,10 +95,6 @@ class RayActor:
     def load(self, folder: Path) -> None:
         """Read one."""
         self._call("load", folder.absolute())
-
-    def export(self, folder: Path) -> None:
-        """Write a folder that transformers loads."""
-        self._call("export", folder.absolute())
 
     def offload(self) -> None:
         """Leave the GPUs, until `onload`."""

@@ -14,6 +14,7 @@ from molt_gym.errors import ConfigError
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.export import export_checkpoint
 
 Rows = Callable[..., list[TrainRow]]
 Build = Callable[..., ActorSpec]
@@ -226,7 +227,10 @@ def test_an_export_is_a_transformers_folder_in_the_dtype_that_came_in(
 ) -> None:
     actor = start(spec(model_path(tied=tied, dtype=dtype)))
     actor.train([random_rows(2, 3)])
-    actor.export(tmp_path / "model")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "trainer.json").write_text("{}")
+    actor.save(tmp_path / "saved" / "actor")
+    export_checkpoint(tmp_path / "saved", tmp_path / "model", model_path(tied=tied, dtype=dtype))
     trained = weights_of(actor)
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     assert settings["architectures"] == ["Qwen3ForCausalLM"]

@@ -14,6 +14,7 @@ from molt_gym.tokens import Sampling
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.export import export_checkpoint
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
 
@@ -98,11 +99,13 @@ def test_every_head_comes_back_from_a_checkpoint_and_an_export(actor, model, tmp
     raise_embedding(actor)
     actor.train([[row(0)]])
     expected, scores = {name: tensor.clone() for name, tensor in actor.weights()}, actor.logprobs(PROMPT * 3)
-    actor.save(tmp_path / "state")
-    actor.export(tmp_path / "exported")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "trainer.json").write_text("{}")
+    actor.save(tmp_path / "saved" / "actor")
+    export_checkpoint(tmp_path / "saved", tmp_path / "exported", path)
     actor.train([[row(1)]])
     assert actor.logprobs(PROMPT * 3) != scores
-    actor.load(tmp_path / "state")
+    actor.load(tmp_path / "saved" / "actor")
     assert actor.logprobs(PROMPT * 3) == scores
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     assert (exported.get_output_embeddings().weight is exported.get_input_embeddings().weight) is tied

@@ -117,16 +117,6 @@ def test_two_ranks_score_a_text_as_plain_transformers_does_and_train_on(
         torch.testing.assert_close(tensor, alone["even"][1][key], rtol=0, atol=1e-6)
 
 
-def test_two_ranks_export_one_model(
-    pair: LocalActor, alone: dict[str, Any], weights_of: Weights, tmp_path: Path
-) -> None:
-    pair.load(alone["start"])
-    pair.export(tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, weights_of(pair)[name])
-
-
 def test_a_save_that_the_disk_refuses_is_an_os_error_after_which_both_ranks_go_on(
     pair: LocalActor, alone: dict[str, Any], random_rows: Rows, tmp_path: Path
 ) -> None:

@@ -154,15 +154,6 @@ def test_rows_that_are_lost_with_their_node_are_found_before_training_and_told_i
     assert pair.train([remote[:1]])["optim/grad_norm"] > 0
 
 
-def test_two_ranks_export_one_model(pair: Any, local: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    pair.load(local["folder"] / "end")
-    pair.export(tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    check(pair, {name: parameter.detach() for name, parameter in loaded.named_parameters()}, 0)
-
-
 def test_what_is_wrong_with_a_folder_is_raised_as_such_and_the_ranks_go_on(
     pair: Any, local: dict[str, Any], tmp_path: Path
 ) -> None:
