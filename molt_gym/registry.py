@@ -20,6 +20,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
 
+from .adapters import suites
 from .errors import NotAChatEnv, UnknownEnv
 from .spaces import AssistantMessageSpace, ConversationSpace
 from .task_env import TaskEnv
@@ -91,6 +92,9 @@ def find_spec(env_id: str, *, max_episode_steps: int | None = None, **kwargs: An
         _import_module(module, env_id)
     spec = _registered(name)
     if spec is None and not module:
+        suites.load(name.rpartition("/")[0])
+        spec = _registered(name)
+    if spec is None and not module:
         load_plugins()
         spec = _registered(name)
     if spec is None:
@@ -159,6 +163,7 @@ def list_envs() -> list[EnvInfo]:
     Gymnasium's own that need nothing else to be installed, which `TextEnv` plays.
     """
     load_plugins()
+    suites.load_all()
     found = []
     for spec in sorted(_foreign_specs(), key=lambda spec: spec.id):
         try:
@@ -169,7 +174,8 @@ def list_envs() -> list[EnvInfo]:
         is_ours = str(spec.vector_entry_point).startswith(_VECTOR)
         if is_ours or (inspect.isclass(creator) and issubclass(creator, TaskEnv)):
             summary = (maker.__doc__ or "").strip().partition("\n")[0]
-            found.append(EnvInfo(spec.id, summary, getattr(maker, "__module__", "").partition(".")[0]))
+            source = spec.namespace if spec.namespace in suites.SUITES else getattr(maker, "__module__", "")
+            found.append(EnvInfo(spec.id, summary, str(source).partition(".")[0]))
     classics = {spec.name: spec for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
                 if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
     found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
@@ -230,10 +236,13 @@ def _registered(name: str) -> EnvSpec | None:
 
 def _unknown(env_id: str, name: str) -> str:
     ids = {spec.id.lower(): spec.id for spec in _foreign_specs()}
+    suite = suites.hint(name.rpartition("/")[0])
     near = [ids[key] for key in difflib.get_close_matches(name.lower(), ids, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`molt-gym envs` lists the ids that there are."
     broken = [plugin for plugin, error in load_plugins().items() if error]
     note = f" These plug-ins could not be imported: {', '.join(broken)}." if broken else ""
+    if suite:
+        return f"no env is registered as {env_id!r}. {suite}"
     return (
         f"no env is registered as {env_id!r}; {hint}{note} An env of your own: call gymnasium.register({name!r}, "
         f"entry_point='my_pkg:MyEnv') first, write 'my_module:{name}' if the import of my_module registers it, or "

@@ -1,0 +1,74 @@
+"""The suites of others whose envs have ids here, as far as they are installed.
+
+Invariants: a suite's package is imported only for an id in its namespace or for a listing; one that is not installed is
+named with what to install.
+"""
+
+import importlib
+import importlib.util
+import warnings
+from dataclasses import dataclass
+
+import gymnasium as gym
+
+__all__ = ["SUITES", "Suite", "hint", "load", "load_all"]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """namespace: of its ids. package: what has to be importable. extra: of molt-gym, that installs it. module: its
+    adapter, whose `register_ids()` registers them. about: one line for people."""
+
+    namespace: str
+    package: str
+    extra: str
+    module: str
+    about: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether its package can be found."""
+        return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def install(self) -> str:
+        """The command that adds it."""
+        return f"pip install 'molt-gym[{self.extra}]'"
+
+
+SUITES = {suite.namespace: suite for suite in [
+    Suite("reasoning_gym", "reasoning_gym", "reasoning-gym", "molt_gym.adapters.reasoning_gym",
+          "Procedural reasoning puzzles, each scored by its own verifier"),
+]}
+_problems: dict[str, str] = {}
+
+
+def load(namespace: str | None) -> str | None:
+    """Registers the ids of a suite where there are none yet; what keeps it from that, or None."""
+    suite = SUITES.get(namespace or "")
+    if suite is None or not suite.installed or any(spec.namespace == namespace for spec in gym.registry.values()):
+        return None
+    if suite.namespace not in _problems:
+        try:
+            importlib.import_module(suite.module).register_ids()
+        except Exception as error:  # noqa: BLE001  one broken suite must not hurt the others
+            _problems[suite.namespace] = problem = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the envs of {suite.package} are left out: {problem}", stacklevel=3)
+    return _problems.get(suite.namespace)
+
+
+def load_all() -> None:
+    """Registers the ids of all suites that are installed."""
+    for namespace in SUITES:
+        load(namespace)
+
+
+def hint(namespace: str | None) -> str:
+    """What to do about an id of this namespace that nobody knows; "" if it is of no suite."""
+    suite = SUITES.get(namespace or "")
+    if suite is None:
+        return ""
+    if not suite.installed:
+        return f"{suite.package} is not installed: {suite.install}."
+    problem = _problems.get(suite.namespace)
+    return f"The envs of {suite.package} could not be registered: {problem}." if problem else ""
