@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.packing import TrainRow
+from molt_gym.trainers.export import export_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +69,8 @@ def found(folder: Path, spec: Build, random_rows: Rows, model_path: Callable[...
         rows[4].weight = float("nan")
         return "train", [rows]
 
+    (folder / "saved").mkdir()
+    load = "load", folder / "saved" / "actor"
     text = "logprobs", [3, 1, 4, 1, 5, 9, 2, 6, 5]
     layouts = {"alone": {}, **LAYOUTS}
     jobs = [(name, actor(layout), [text, first(), second(), poisoned()]) for name, layout in layouts.items()]
@@ -79,10 +82,9 @@ def found(folder: Path, spec: Build, random_rows: Rows, model_path: Callable[...
     # As where a whole gradient would not fit.
     jobs += [("dp2 in turn", actor(LAYOUTS["dp2"]), [("__setattr__", "_sums_first", False), first(), second(),
                                                      poisoned()])]
-    jobs += [("saved", actor(LAYOUTS["tp2 dp2"]), [first(), ("save", folder / "state"), ("export", folder / "model")]),
-             ("loaded alone", actor({}), [("load", folder / "state"), second()]),
-             ("loaded cp2", actor(LAYOUTS["cp2"]), [("load", folder / "state"), second()]),
-             ("loaded tp2 cp2", actor(LAYOUTS["tp2 cp2"]), [second(), ("load", folder / "state"), second()])]
+    jobs += [("saved", actor(LAYOUTS["tp2 dp2"]), [first(), ("save", folder / "saved" / "actor")]),
+             ("loaded alone", actor({}), [load, second()]), ("loaded cp2", actor(LAYOUTS["cp2"]), [load, second()]),
+             ("loaded tp2 cp2", actor(LAYOUTS["tp2 cp2"]), [second(), load, second()])]
     (folder / "jobs.pickle").write_bytes(pickle.dumps(jobs))
     done = subprocess.run([sys.executable, Path(__file__).with_name("layouts.py"), folder], capture_output=True,
                           text=True, timeout=500)
@@ -131,7 +133,11 @@ def test_what_one_layout_saves_another_loads_and_trains_on(found: Found, layout:
         torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-5)
 
 
-def test_tensor_parallel_ranks_export_the_model_that_they_have(found: Found, folder: Path) -> None:
+def test_what_tensor_parallel_ranks_save_is_exported_as_the_model_that_they_have(
+    found: Found, folder: Path, model_path: Callable[..., Path]
+) -> None:
+    (folder / "saved" / "trainer.json").write_text("{}")
+    export_checkpoint(folder / "saved", folder / "model", model_path())
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, found["saved"][1][name])
