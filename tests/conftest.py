@@ -37,7 +37,7 @@ def vision_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         newest = kind == "qwen3_vl"
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
         text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 1024,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
                 "initializer_range": 0.3, "rope_parameters": rope | ({"mrope_interleaved": True} if newest else {}),
                 "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": newest}
         vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 8,

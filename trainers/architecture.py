@@ -4,9 +4,13 @@ Both run the decoder and the output head themselves: with masks of their own, an
 to its logits. What they would get silently wrong is refused.
 """
 
-from transformers import PreTrainedConfig
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from molt_gym.errors import ConfigError
+from molt_gym.tokens.vision import MODELS as VISION_MODELS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configurations name the number of experts."""
@@ -14,7 +18,14 @@ _LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_s
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int) -> None:
-    """Raise ConfigError for layers that do not attend to everything, changed logits, or a context that is too short."""
+    """Raise ConfigError for layers that do not attend to everything, changed logits, or a context that is too short.
+
+    Of a model that sees, its text part is looked at; and whether its images are understood.
+    """
+    if sees(config) and config.model_type not in VISION_MODELS:
+        raise ConfigError(f"model: the images of {config.model_type} are not supported; choose a text model, or one of "
+                          f"type {', '.join(VISION_MODELS)}")
+    config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
         kinds.add("sliding_attention")
@@ -28,3 +39,23 @@ def check_architecture(config: PreTrainedConfig, max_context: int) -> None:
     if max_context > config.max_position_embeddings:
         raise ConfigError(f"rollout.max_context: {max_context} is more than the model's "
                           f"{config.max_position_embeddings} positions; write at most that")
+
+
+def sees(config: PreTrainedConfig) -> bool:
+    """Whether the model has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads it."""
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
+def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """`attn_implementation` in which the text part has the attention of that name."""
+    return {"text_config": name, "vision_config": "sdpa"} if sees(config) else name
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The layers that make hidden states of ids, and of images if they see any."""
+    return getattr(model.base_model, "language_model", model.base_model)

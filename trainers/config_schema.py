@@ -313,6 +313,10 @@ class ActorConfig(Section):
     """Processes that share the tokens of each micro-batch, so that long rows fit."""
     ep: Count = 1
     """Processes that share the experts of each layer, of those that have other rows, with backend automodel."""
+    freeze_vision: bool = True
+    """Whether the vision tower of a vision-language model, projector included, stays as it is."""
+    max_pixels: Annotated[int, Ge(1), _NUMBER] | None = None
+    """Larger images are scaled down to so many pixels, for the sampler too; without it, the model's own limit."""
     frozen_router: bool = False
     """Whether the routers of a mixture-of-experts model stay as they are."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -16,6 +17,7 @@ from molt_gym.policy import Policy
 from molt_gym.registry import creators, find_spec
 from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Renderer, Sampling, Trajectory
+from molt_gym.tokens.vision import Vision
 
 from .actor.actor import Actor
 from .config import ActorConfig, Config
@@ -139,7 +141,8 @@ def load_renderer(path: Path, config: Config) -> Renderer:
     """The renderer of a model folder."""
     rollout = config.rollout
     renderer = Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(rollout.template_kwargs),
-                        tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
+                        tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser,
+                        vision=Vision.of(path, max_pixels=config.actor.max_pixels))
     renderer.warm_up()
     return renderer
 
@@ -280,5 +283,6 @@ def held_out_tasks(config: Config, maker: EnvMaker) -> TaskStream:
 def seed_everything(seed: int) -> None:
     """Seed what libraries draw from behind our back; our own sampling has generators of its own."""
     random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 

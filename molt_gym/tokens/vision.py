@@ -39,6 +39,8 @@ class Vision:
     """Of what stands for an image, repeated once for each token that it has."""
     merge: int
     """So many patches down and across become one token."""
+    max_pixels: int | None
+    """As given."""
 
     def __init__(self, path: str | PathLike[str], *, max_pixels: int | None = None) -> None:
         from transformers import AutoConfig, AutoImageProcessor
@@ -49,7 +51,7 @@ class Vision:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: {path} is of type {config.model_type}, and has no image processor that can be "
                               f"loaded ({error}); copy its preprocessor_config.json there too") from error
-        self.token_id, self.merge = config.image_token_id, self._processor.merge_size
+        self.token_id, self.merge, self.max_pixels = config.image_token_id, self._processor.merge_size, max_pixels
         size = dict(self._processor.size)
         self._least, self._most = size["shortest_edge"], size["longest_edge"]
         if max_pixels is not None:

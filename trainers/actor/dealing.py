@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from molt_gym.tokens.vision import Vision
+
 from .attention import Visible
 from .balance import karmarkar_karp
+from .images import ImageBatch
 from .packing import MicroBatch, TrainRow, Trie, build_trie, collate, groups_of, micro_batches
 from .parallel import Layout
 
@@ -18,11 +21,14 @@ from .parallel import Layout
 class Dealer:
     """Deals rows to the ranks of a layout.
 
-    device: where micro-batches go. pair_cost: that of a token that sees another, in tokens.
+    device: where micro-batches go. pair_cost: that of a token that sees another, in tokens. vision: how the model sees,
+    if it does.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, pair_cost: float) -> None:
-        self._layout, self._device, self._pair_cost = layout, device, pair_cost
+    def __init__(
+        self, layout: Layout, device: torch.device, pair_cost: float, vision: Vision | None = None
+    ) -> None:
+        self._layout, self._device, self._pair_cost, self._vision = layout, device, pair_cost, vision
 
     def dealt(
         self, rows: Sequence[TrainRow], limit: int, window: Sequence[TrainRow]
@@ -44,7 +50,10 @@ class Dealer:
 
     def collate(self, tries: Sequence[Trie]) -> MicroBatch:
         """On the device, and of a length that it and the layout can compute."""
-        return collate(tries, self._device, math.lcm(Visible.multiple(self._device), self._layout.sizes.cp))
+        batch = collate(tries, self._device, math.lcm(Visible.multiple(self._device), self._layout.sizes.cp))
+        if self._vision is not None:
+            batch.images = ImageBatch.of(tries, batch.input_ids.shape[1], self._vision, self._device)
+        return batch
 
 
 def balance(rows: Sequence[TrainRow], shares: int, pair_cost: float = 0.0) -> list[list[TrainRow]]:

@@ -11,16 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 
-from ..architecture import check_architecture
+from ..architecture import attention_of, check_architecture, decoder_of, model_class, sees
 from ..config import ActorConfig
 from . import automodel
 from .attention import ATTENTION
 from .context import Share
+from .fused import compiled
 from .head import score
+from .images import inputs_of
 from .lora import add_adapters
 from .packing import MicroBatch
 from .parallel import Layout, tensor_parallel, tensor_plan
@@ -62,16 +64,18 @@ class Policy(nn.Module):
             raise ConfigError(f"model: {type(model).__name__} computes attention in its own way, so rows cannot be "
                               "packed; choose another model")
         self.model, self._layout, self._critic, self._exact = model, layout, critic, exact
-        self.routing = Routing(model.base_model.layers)
+        self.routing, self._sees = Routing(decoder_of(model).layers), sees(model.config)
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, *, entropy: bool = False) -> Told:
         """What is said of the batch's trainable tokens."""
         context = self._layout and self._layout.context
         part = batch if context is None else Share.of(batch, context)
         self.routing.follow(part.experts)
-        hidden = self.model.base_model(input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False,
-                                       visible=batch.visible, context=context).last_hidden_state
-        hidden, head = hidden[0, part.sources], self.model.get_output_embeddings()
+        inputs = inputs_of(self.model, batch) if self._sees else {
+            "input_ids": part.input_ids, "position_ids": part.position_ids}
+        hidden = decoder_of(self.model)(**inputs, use_cache=False, visible=batch.visible,
+                                        context=context).last_hidden_state
+        hidden, head = hidden[0].index_select(0, part.sources), self.model.get_output_embeddings()
         if self._critic:
             told = Told(values=head(hidden).float()[part.source_of, 0])
         else:
@@ -110,16 +114,21 @@ def load_policy(
     lora = options.lora if learns and options.lora.rank else None
     checkpointing: Mode = "none" if frozen else options.activation_checkpointing
     storage, ep = compute if frozen or lora else torch.float32, 1 if critic else layout.sizes.ep
-    native = not critic and automodel.chosen(options.backend, config, layout)
+    native = not critic and lora is None and automodel.chosen(options.backend, config, layout)
     model = automodel.build(path, layout.shards.device_type, storage, compute, ep=ep,
                             checkpointing=checkpointing) if native else (
-        AutoModelForCausalLM.from_pretrained(path, dtype=storage, attn_implementation=ATTENTION))
+        model_class(config).from_pretrained(path, dtype=storage, attn_implementation=attention_of(config, ATTENTION)))
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)
         model.set_output_embeddings(head)
     policy = Policy(model.eval(), layout, critic=critic, exact=options.head_dtype == "float32")
     policy.requires_grad_(not frozen)
+    if sees(config):
+        for name in ("tp", "cp", "ep"):
+            if (size := getattr(layout.sizes, name)) > 1:
+                raise ConfigError(f"actor.{name}: {size} for a model that sees ({config.model_type}); write 1")
+        model.base_model.visual.requires_grad_(learns and not options.freeze_vision)
     if lora is not None:
         add_adapters(model, lora, seed)
     if learns and options.frozen_router:
@@ -132,10 +141,11 @@ def load_policy(
     # Layers of nemo_automodel get angles in float32, which must stay so.
     sharding = {"mesh": layout.shards, "reshard_after_forward": layout.sizes.shards > 1,
                 "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=not native)}
-    for layer in model.base_model.layers if ep == 1 else ():
+    for number, layer in enumerate(decoder_of(model).layers if ep == 1 else ()):
         recompute(layer, checkpointing)
-        if options.compile:
-            layer.forward = torch.compile(layer.forward)
+        # What goes to an expert has another size each time.
+        if options.compile and number not in policy.routing.routers:
+            layer.forward = compiled(layer.forward)
         # It goes to the device here: one layer after the other, so that the whole model never lies there.
         fully_shard(layer, **sharding)
     fully_shard(policy, **sharding)

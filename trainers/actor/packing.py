@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from molt_gym.images import ImageSpan, keyed
 from molt_gym.tokens import Row, RowRef
 
 from .attention import Visible
 from .balance import first_fit
 from .head import chunk_edges
+from .images import ImageBatch
 
 
 @dataclass
@@ -35,6 +37,7 @@ class TrainRow:
     `advantage`, from an estimator that works on tokens. values, returns: [trained] of the critic, and what it learns.
     experts: [L, layers, top_k] int16 of the sampler, -1 where unknown, or None. top: [trained, k] of dtype
     `molt_gym.tokens.generation.TOP`, the sampler's likeliest tokens in the place of each trained one, or None.
+    images: those whose tokens are among the ids.
     """
 
     ids: list[int]
@@ -53,6 +56,12 @@ class TrainRow:
     returns: list[float] | None = None
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
     top: np.ndarray | None = field(default=None, compare=False, repr=False)
+    images: list[ImageSpan] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """[L] ids, in which images are told apart."""
+        return keyed(self.ids, self.images) if self.images else self.ids
 
     @property
     def trained(self) -> list[int]:
@@ -99,7 +108,7 @@ def train_row(
     if isinstance(row, RowRef):
         return RemoteRow(row.source, row.number, advantage, weight, number, group, rollout, reward)
     return TrainRow(row.ids, row.mask, row.logprobs, advantage, weight, number, group, rollout, reward,
-                    experts=row.experts, top=row.top)
+                    experts=row.experts, top=row.top, images=row.images)
 
 
 @dataclass
@@ -124,7 +133,7 @@ class MicroBatch:
     logits are needed, in ascending order. source_of: [N] index into them; by_source, edges: see `head.Targets`.
     targets, behaviour, advantages, weights, rows: [N]. order: the rows, in the order of their tokens in the flat list.
     reference, values, returns: [N], where all rows have them. experts: [T, layers, top_k] int16, where any row has
-    some; -1 where unknown.
+    some; -1 where unknown. images: where any row has some.
     """
 
     input_ids: Tensor
@@ -147,6 +156,7 @@ class MicroBatch:
     returns: Tensor | None = None
     experts: Tensor | None = None
     top: Tensor | None = None
+    images: ImageBatch | None = None
 
     @cached_property
     def visible(self) -> Visible:
@@ -156,13 +166,14 @@ class MicroBatch:
 
 def build_trie(rows: Sequence[TrainRow]) -> Trie:
     """Lay out rows so that a common beginning stands once."""
-    ordered = sorted(rows, key=lambda row: (row.ids, row.row))
+    ordered = sorted(rows, key=lambda row: (row.keys, row.row))
     trie = Trie(ordered, [], [], [], [])
     previous, path = [], []
     for row in ordered:
+        keys = row.keys
         # In sorted order no earlier row shares more with this one than the last does, and no later one shares what
         # the last does not.
-        shared, start = _common_prefix(previous, row.ids), len(trie.ids)
+        shared, start = _common_prefix(previous, keys), len(trie.ids)
         for node in path[shared:]:
             trie.ends[node] = start
         path = path[:shared] + list(range(start, start + len(row.ids) - shared))
@@ -170,7 +181,7 @@ def build_trie(rows: Sequence[TrainRow]) -> Trie:
         trie.positions += range(shared, len(row.ids))
         trie.ends += [0] * (len(row.ids) - shared)
         trie.paths.append(path)
-        previous = row.ids
+        previous = keys
     for node in path:
         trie.ends[node] = len(trie.ids)
     return trie
@@ -183,7 +194,7 @@ def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[list[Trie]]
     """
     tries: list[Trie] = []
     for group in groups_of(rows):
-        tries += _split(sorted(group, key=lambda row: (row.ids, row.row)), max_tokens)
+        tries += _split(sorted(group, key=lambda row: (row.keys, row.row)), max_tokens)
     tries.sort(key=lambda trie: -len(trie.ids))
     bins = first_fit([len(trie.ids) for trie in tries], max_tokens)
     batches: list[list[Trie]] = [[] for _ in range(max(bins, default=-1) + 1)]
@@ -197,7 +208,8 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
     ids: list[int] = []
     places: list[int] = []
     ends: list[int] = []
-    scored, tokens = [], []
+    scored: list[int] = []
+    columns: tuple[list, ...] = [], [], [], [], []
     for trie in tries:
         start = len(ids)
         ids += trie.ids
@@ -205,18 +217,20 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
         ends += [end + start for end in trie.ends]
         for row, path in zip(trie.rows, trie.paths, strict=True):
             positions = row.trained
-            advantages = [row.advantage] * len(positions) if row.advantages is None else row.advantages
-            for position, advantage in zip(positions, advantages, strict=True):
-                scored.append(start + path[position - 1])
-                tokens.append((row.ids[position], row.logprobs[position], advantage, row.weight, row.row))
+            count = len(positions)
+            scored += [start + path[position - 1] for position in positions]
+            for column, values in zip(columns, (
+                    [row.ids[position] for position in positions], row.behaviour, row.advantages or
+                    [row.advantage] * count, [row.weight] * count, [row.row] * count), strict=True):
+                column += values
     size, padding = len(ids), -len(ids) % multiple
     pairs = sum(ends) - size * (size - 1) // 2
     ends += range(size + 1, size + padding + 1)
     sources, source_of = torch.tensor(scored, dtype=torch.long).unique(return_inverse=True)
-    targets, behaviour, advantages, weights, numbers = zip(*tokens, strict=True) if tokens else ((),) * 5
+    targets, behaviour, advantages, weights, numbers = columns
     if (top := _top(tries)) is not None:
         source_of = torch.cat([source_of, source_of.repeat_interleave(top.shape[1])])
-        targets = (*targets, *top["id"].flatten().tolist())
+        targets += top["id"].flatten().tolist()
     by_source = source_of.argsort(stable=True)
 
     def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
@@ -272,7 +286,7 @@ def _split(ordered: Sequence[TrainRow], max_tokens: int) -> list[Trie]:
     tries: list[Trie] = []
     start, size = 0, 0
     for end, row in enumerate(ordered):
-        shared = _common_prefix(ordered[end - 1].ids, row.ids) if end > start else 0
+        shared = _common_prefix(ordered[end - 1].keys, row.keys) if end > start else 0
         if end > start and size + len(row.ids) - shared > max_tokens:
             tries.append(build_trie(ordered[start:end]))
             start, size, shared = end, 0, 0

@@ -224,7 +224,8 @@ class EngineProxy:
             future.set_exception(error)
             return future
         room = min(request.sampling.max_tokens, max_context - len(request.ids))
-        return self._calls.start("call", "generate", request.ids, replace(request.sampling, max_tokens=room))
+        return self._calls.start("call", "generate", request.ids, replace(request.sampling, max_tokens=room),
+                                 request.images)
 
 
 class RayVllmEngine(VllmEngine):

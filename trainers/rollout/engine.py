@@ -15,6 +15,7 @@ import torch
 from molt_gym.errors import PromptTooLong
 from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Sampling
+from molt_gym.tokens.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -81,4 +82,19 @@ def refusal(ids: Sequence[int], vocabulary: int, max_context: int) -> Exception 
     if len(ids) >= max_context:
         return PromptTooLong(f"the prompt has {len(ids)} tokens; rollout.max_context = {max_context} leaves no room "
                              "for a reply; raise it or shorten the task")
+    return None
+
+
+def image_refusal(request: Request, vision: Vision | None) -> Exception | None:
+    """Why the images of a request cannot be shown; None if they can be. vision: how the model sees."""
+    if request.images and vision is None:
+        return ValueError(f"request.images: {len(request.images)} for a model that sees none; leave them out")
+    for start, count, uri in request.images:
+        try:
+            own = vision.count(uri)
+        except ValueError as error:
+            return error
+        if count != own or not 0 <= start <= len(request.ids) - count:
+            return ValueError(f"request.images: {count} tokens from {start} on for an image of {own}, in a prompt of "
+                              f"{len(request.ids)}; render it with the engine's processor")
     return None

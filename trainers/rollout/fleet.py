@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from molt_gym.errors import RunFailed
+from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation
 
 from ..actor.actor import ActorLost
@@ -49,7 +50,7 @@ class Member(RolloutEngine, Protocol):
         """Use the new weights."""
         ...
 
-    async def score(self, ids: list[int]) -> list[float]:
+    async def score(self, ids: list[int], *, images: Sequence[ImageSpan] = ()) -> list[float]:
         """Log-probability of each id but the first, at temperature 1."""
         ...
 
@@ -188,13 +189,13 @@ class EngineFleet:
             await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
         self._require()
 
-    async def scores(self, ids: list[int]) -> list[list[float]]:
+    async def scores(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> list[list[float]]:
         """Of each engine, the log-probability of each id but the first, at temperature 1.
 
         Raises:
             RunFailed: no engine is left.
         """
-        scores = await self._each(lambda engine: engine.score(ids))
+        scores = await self._each(lambda engine: engine.score(ids, images=images))
         self._require()
         return scores
 

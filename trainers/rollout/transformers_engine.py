@@ -11,16 +11,21 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from molt_gym.images import ImageSpan, keyed
 from molt_gym.tokens import Generation, Renderer
+from molt_gym.tokens.vision import Vision
 
-from ..architecture import check_architecture
-from .engine import Request, refusal
+from ..architecture import attention_of, check_architecture, decoder_of, model_class
+from ..vision_inputs import decoder_inputs, pictures, rope_positions, see
+from .engine import Request, image_refusal, refusal
 from .kv_cache import ATTENTION, SlotCache
 from .prefix_cache import PrefixCache
 from .sampler import sample
@@ -36,8 +41,10 @@ PAUSE_TIMEOUT = 120.0
 class _Sequence:
     """A request being decoded; `reusable` until the weights change or the prefix cache is reset."""
 
-    def __init__(self, request: Request, future: Future, stop_ids: Iterable[int], max_context: int) -> None:
-        self.request, self.future = request, future
+    def __init__(
+        self, request: Request, future: Future, stop_ids: Iterable[int], max_context: int, vision: Vision | None
+    ) -> None:
+        self.request, self.future, self._vision = request, future, vision
         self.ids = list(request.ids)
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -46,6 +53,22 @@ class _Sequence:
         self.stop_ids = frozenset(stop_ids) | frozenset(request.sampling.stop_token_ids)
         self.room = min(request.sampling.max_tokens, max_context - len(request.ids))
         self._random = np.random.default_rng(request.sampling.seed)
+
+    @property
+    def keys(self) -> list[int]:
+        """The ids, in which images are told apart."""
+        prompt = len(self.request.ids)
+        return keyed(self.request.ids, self.request.images) + self.ids[prompt:] if self.request.images else self.ids
+
+    @cached_property
+    def _positions(self) -> torch.Tensor:
+        return rope_positions(len(self.request.ids), self.request.images, self._vision)
+
+    def positions(self, start: int, end: int) -> torch.Tensor:
+        """[3, end - start] of the tokens from `start` on, in a model that sees."""
+        prompt = self._positions
+        behind = torch.arange(max(start, prompt.shape[1]), end) + int(prompt.max()) + 1 - prompt.shape[1]
+        return torch.cat([prompt[:, start:end], behind.expand(3, -1)], 1)
 
     def uniform(self) -> float:
         return self._random.random()
@@ -99,10 +122,11 @@ class TransformersEngine:
         config = AutoConfig.from_pretrained(path)
         check_architecture(config, max_context)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION)
+        model = model_class(config).from_pretrained(path, dtype=dtype,
+                                                    attn_implementation=attention_of(config, ATTENTION))
         self._model = model.to(self._device).eval()
-        self._renderer = renderer
-        self._cache = SlotCache(config, max_sequences, max_context, dtype, self._device)
+        self._renderer, self._vision = renderer, renderer.vision
+        self._cache = SlotCache(config.get_text_config(), max_sequences, max_context, dtype, self._device)
         self._prefixes = PrefixCache(PREFIX_TOKENS)
         self._max_sequences = max_sequences
         self.max_context, self.version, self.busy_seconds = max_context, 0, 0.0
@@ -120,10 +144,12 @@ class TransformersEngine:
         with self._state:
             for request in requests:
                 futures.append(future := Future())
-                if error := self._ended or refusal(request.ids, vocabulary, self.max_context):
+                if error := self._ended or (
+                        refusal(request.ids, vocabulary, self.max_context) or image_refusal(request, self._vision)):
                     future.set_exception(error)
                 else:
-                    self._queue.append(_Sequence(request, future, self._renderer.stop_token_ids, self.max_context))
+                    self._queue.append(_Sequence(request, future, self._renderer.stop_token_ids, self.max_context,
+                                                 self._vision))
             self._state.notify_all()
         return [asyncio.wrap_future(future) for future in futures]
 
@@ -223,7 +249,7 @@ class TransformersEngine:
         """One token for each sequence of the batch; those behind the first `going` ones get their first."""
         if going:
             batch = self._batch[:going]
-            logits = self._forward(torch.arange(going, device=self._device), [sequence.ids[-1:] for sequence in batch],
+            logits = self._forward(torch.arange(going, device=self._device), batch,
                                    [len(sequence.ids) - 1 for sequence in batch], first=True)
             self._sample(batch, logits)
         if going < len(self._batch):
@@ -233,7 +259,7 @@ class TransformersEngine:
     def _join(self, start: int) -> torch.Tensor:
         """Logits [J, V] after the prompts in the slots from `start` on; equal ones are computed once."""
         leaders: dict[tuple[int, ...], int] = {}
-        joining = [leaders.setdefault(tuple(sequence.ids), slot)
+        joining = [leaders.setdefault(tuple(sequence.keys), slot)
                    for slot, sequence in enumerate(self._batch[start:], start)]
         logits = self._prefill(list(leaders.values()))
         for slot, leader in enumerate(joining, start):
@@ -245,19 +271,22 @@ class TransformersEngine:
         """Logits after the prompt of each slot."""
         known: dict[int, int] = {}
         for slot in slots:
-            known[slot], saved = self._prefixes.longest(self._batch[slot].ids)
+            known[slot], saved = self._prefixes.longest(self._batch[slot].keys)
             if saved is not None:
                 self._cache.load(slot, saved, known[slot])
         logits: dict[int, torch.Tensor] = {}
         for chunk in _chunks({slot: len(self._batch[slot].ids) - known[slot] for slot in slots}):
-            new = [self._batch[slot].ids[known[slot] :] for slot in chunk]
             index = torch.tensor(chunk, device=self._device)
-            out = self._forward(index, new, [known[slot] for slot in chunk], first=False)
+            out = self._forward(index, [self._batch[slot] for slot in chunk], [known[slot] for slot in chunk],
+                                first=False)
             logits.update(zip(chunk, out, strict=True))
         return logits
 
-    def _forward(self, slots: torch.Tensor, new: list[list[int]], past: list[int], *, first: bool) -> torch.Tensor:
-        """Logits [B, V] after the last new token of each row."""
+    def _forward(
+        self, slots: torch.Tensor, sequences: list[_Sequence], past: list[int], *, first: bool
+    ) -> torch.Tensor:
+        """Logits [B, V] after the last token of each sequence, of which `past` tokens are in the cache."""
+        new = [sequence.ids[start:] for sequence, start in zip(sequences, past, strict=True)]
         width = max(map(len, new))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in new], device=self._device)
         lengths = torch.tensor([len(row) for row in new], device=self._device)
@@ -266,11 +295,29 @@ class TransformersEngine:
         padding = torch.arange(width, device=self._device) >= lengths[:, None]
         self._cache.aim(slots, positions.masked_fill(padding, self.max_context), window, first=first)
         mask = torch.arange(window, device=self._device) <= positions[:, :, None]
-        hidden = self._model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=mask[:, None], past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
+        inputs = {"input_ids": ids, "position_ids": positions} | self._images(sequences, past, ids)
+        hidden = decoder_of(self._model)(
+            **inputs, attention_mask=mask[:, None], past_key_values=self._cache, use_cache=True).last_hidden_state
         return self._model.get_output_embeddings()(hidden[torch.arange(len(new), device=self._device), lengths - 1])
+
+    def _images(self, sequences: list[_Sequence], past: list[int], ids: torch.Tensor) -> dict[str, Any]:
+        """Other arguments of the decoder for ids [B, T], where sequences have images."""
+        if not any(sequence.request.images for sequence in sequences):
+            return {}
+        positions = torch.zeros(3, *ids.shape, dtype=torch.long)
+        shown, new = torch.zeros(ids.shape, dtype=torch.bool), list[ImageSpan]()
+        for row, (sequence, start) in enumerate(zip(sequences, past, strict=True)):
+            positions[:, row, : len(sequence.ids) - start] = sequence.positions(start, len(sequence.ids))
+            for image in sequence.request.images:
+                # What is in the cache ends before an image or behind it.
+                if image.start >= start:
+                    shown[row, image.start - start : image.start - start + image.count] = True
+                    new.append(image)
+        inputs: dict[str, Any] = {"position_ids": positions.to(self._device)}
+        if new:
+            seen = see(self._model, *pictures(new, self._vision, self._device))
+            inputs |= {"input_ids": None} | decoder_inputs(self._model, ids, shown.to(self._device), seen)
+        return inputs
 
     def _sample(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
         samplings = [sequence.request.sampling for sequence in sequences]

@@ -18,9 +18,10 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from molt_gym.errors import ConfigError, RunFailed
+from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Renderer
 
-from ..architecture import check_architecture
+from ..architecture import EXPERTS, check_architecture
 from .busy_clock import BusyClock
 from .engine import Request, refusal
 from .vllm_process import HostProcess
@@ -31,8 +32,6 @@ START_TIMEOUT = 900.0
 """Seconds until the engine is ready; large models are read from slow disks."""
 CALL_TIMEOUT = 120.0
 """Seconds for a call that transfers nothing; a pause waits for the step in progress."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configurations name the number of experts."""
 LAST_WORDS = 5.0
 """Seconds in which the engine may say why a transfer failed."""
 
@@ -80,7 +79,8 @@ class VllmEngine:
         self._spec = HostSpec(
             str(path), str(dtype).removeprefix("torch."), max_context, max_sequences, tuple(renderer.stop_token_ids),
             backend, not cuda, engine_args or {}, routed_experts=routed_experts, release_memory=release_memory,
-            score_temperature=score_temperature, lora=lora)
+            score_temperature=score_temperature, lora=lora, vision=renderer.vision is not None,
+            max_pixels=renderer.vision and renderer.vision.max_pixels)
         _check_options(self._spec, config)
         local = host is HostProcess
         if backend == "ipc" and self._spec.workers > 1 and local:
@@ -127,7 +127,8 @@ class VllmEngine:
             else:
                 room = min(request.sampling.max_tokens, self.max_context - len(request.ids))
                 self._clock.enter()
-                future = self._host.call("generate", request.ids, replace(request.sampling, max_tokens=room))
+                future = self._host.call("generate", request.ids, replace(request.sampling, max_tokens=room),
+                                         request.images)
                 future.add_done_callback(lambda _: self._clock.leave())
             futures.append(asyncio.wrap_future(future))
         return futures
@@ -234,13 +235,15 @@ class VllmEngine:
         await _both(joining, asyncio.to_thread(sender.join))
         return sender
 
-    async def score(self, ids: list[int], timeout: float | None = None) -> list[float]:
-        """Log-probability of each id but the first, under `score_temperature`."""
-        return await self._call("score", ids, timeout=timeout)
+    async def score(
+        self, ids: list[int], timeout: float | None = None, images: Sequence[ImageSpan] = ()
+    ) -> list[float]:
+        """Log-probability of each id but the first, under `score_temperature`; images: those among the ids."""
+        return await self._call("score", ids, tuple(images), timeout=timeout)
 
-    async def scores(self, ids: list[int]) -> list[list[float]]:
+    async def scores(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> list[list[float]]:
         """`score` of each engine, which is this one."""
-        return [await self.score(ids)]
+        return [await self.score(ids, images=images)]
 
     async def reset_prefix_cache(self) -> None:
         """Forget what earlier requests left."""

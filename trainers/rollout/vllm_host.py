@@ -29,8 +29,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Sampling
 from molt_gym.tokens.generation import TOP
+from molt_gym.tokens.vision import Vision
 
 from .vllm_lifetime import end_with_parent
 from .vllm_spec import ADAPTER, HostSpec, engine_arguments
@@ -51,7 +53,12 @@ class VllmHost:
     """
 
     def __init__(self, spec: HostSpec) -> None:
-        config = AsyncEngineArgs(**engine_arguments(spec)).create_engine_config()
+        arguments = engine_arguments(spec)
+        if not any(field.name == "mm_device_do_normalize" for field in fields(AsyncEngineArgs)):
+            # Before vLLM 0.32 patches are never normalised by the engine.
+            arguments.pop("mm_device_do_normalize", None)
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        self._vision = Vision.of(spec.model, max_pixels=spec.max_pixels) if spec.vision else None
         if spec.cpu:
             # vLLM would start its process from scratch and import everything again; this one has used no threads yet.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -77,12 +84,12 @@ class VllmHost:
             await self._llm.collective_rpc("divide_logits", args=(self._score_temperature,))
         await self._use_adapter()
 
-    async def generate(self, ids: list[int], sampling: Sampling) -> Generation:
+    async def generate(self, ids: list[int], sampling: Sampling, images: Sequence[ImageSpan] = ()) -> Generation:
         """Sample one reply; cancelling the call takes the request out of the engine."""
-        name = f"reply-{next(self._numbers)}"
+        prompt, name = await self._prompt(ids, images), f"reply-{next(self._numbers)}"
         starts = self._starts[name] = [(self._version, 0)]
         try:
-            async for answer in self._llm.generate(tokens_input(ids), self._parameters(sampling), name, priority=0,
+            async for answer in self._llm.generate(prompt, self._parameters(sampling), name, priority=0,
                                                    lora_request=self._adapter):
                 output = answer.outputs[0]
         finally:
@@ -108,6 +115,15 @@ class VllmHost:
             top = np.array([[(token, found.logprob) for token, found in entry] for entry in ranked], TOP)
         return Generation(sampled, logprobs, versions, reason, routed, top)
 
+    async def _prompt(self, ids: list[int], images: Sequence[ImageSpan]) -> Any:
+        if not images:
+            return tokens_input(ids)
+        if self._vision is None:
+            raise ValueError("request.images: this model takes none")
+        from .vllm_images import image_input
+
+        return await asyncio.to_thread(image_input, ids, images, self._vision)
+
     async def _take_routed_experts(self, name: str) -> np.ndarray | None:
         # Of several workers each knows its own layers.
         parts = await self._llm.collective_rpc("take_routed_experts", args=(name,))
@@ -127,15 +143,15 @@ class VllmHost:
             spaces_between_special_tokens=False, include_stop_str_in_output=True,
             output_kind=RequestOutputKind.FINAL_ONLY)
 
-    async def score(self, ids: list[int]) -> list[float]:
+    async def score(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """Log-probability of each id but the first after those before it; before any reply.
 
         vLLM does not apply a request's temperature to its prompt, hence `WorkerExtension.divide_logits`.
         """
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False,
                                     output_kind=RequestOutputKind.FINAL_ONLY)
-        name = f"score-{next(self._numbers)}"
-        async for answer in self._llm.generate(tokens_input(ids), parameters, name, priority=-1,
+        prompt, name = await self._prompt(ids, images), f"score-{next(self._numbers)}"
+        async for answer in self._llm.generate(prompt, parameters, name, priority=-1,
                                                lora_request=self._adapter):
             entries = answer.prompt_logprobs
         return [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True)]
@@ -196,6 +212,9 @@ class VllmHost:
         """
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not reset its prefix cache")
+        if self._vision is not None:
+            # What the vision tower made of images.
+            await self._llm.reset_encoder_cache()
 
     async def close(self) -> None:
         """End vLLM's own processes."""

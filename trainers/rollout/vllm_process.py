@@ -50,7 +50,7 @@ class HostProcess:
             # A group of its own: Ctrl-C at the terminal is the trainer's affair, and the whole group can be killed.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.vllm_host", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env=environment(spec.cpu, self.scratch), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment(spec.cpu, self.scratch, spec.vision), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True)
         self._connection.send(spec)
         self._reader = threading.Thread(target=self._read, name="molt-gym-vllm", daemon=True)

@@ -9,6 +9,7 @@ import difflib
 import importlib.util
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class HostSpec:
     whether it runs on the processor. engine_args: further arguments of vLLM's AsyncEngineArgs. spans: whether to take
     versions from the outputs, where vLLM writes them there. routed_experts: whether to tell which experts each position
     went to. release_memory: whether it can sleep. score_temperature: under which prompts are scored. lora: if
-    updates bring adapters.
+    updates bring adapters. vision: whether it is given images; max_pixels: see `molt_gym.tokens.vision.Vision`.
     """
 
     model: str
@@ -66,6 +67,8 @@ class HostSpec:
     release_memory: bool = False
     score_temperature: float = 1.0
     lora: Lora | None = None
+    vision: bool = False
+    max_pixels: int | None = None
 
     @property
     def workers(self) -> int:
@@ -92,6 +95,10 @@ def engine_arguments(spec: HostSpec) -> dict[str, Any]:
         defaults = {"enforce_eager": True, "distributed_executor_backend": "uni" if spec.workers == 1 else "mp",
                     "enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, spec.max_context),
                     "kv_cache_memory_bytes": _kv_bytes(spec)}
+    if spec.vision:
+        # Patches arrive as the trainer has them, and nothing else is looked at.
+        defaults |= {"limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False,
+                     "skip_mm_profiling": spec.cpu}
     if speculates(spec.engine_args):
         # vLLM's default is on, and what the cache holds of the drafting heads would outlive them.
         defaults["enable_prefix_caching"] = False
@@ -106,7 +113,7 @@ def engine_arguments(spec: HostSpec) -> dict[str, Any]:
         "worker_extension_cls": f"{__package__}.vllm_worker.WorkerExtension"}
 
 
-def environment(cpu: bool, scratch: Path) -> dict[str, str]:
+def environment(cpu: bool, scratch: Path, vision: bool = False) -> dict[str, str]:
     """Environment variables of the engine's process; `scratch` takes its sockets and files."""
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
@@ -115,6 +122,11 @@ def environment(cpu: bool, scratch: Path) -> dict[str, str]:
     # Compiling takes half a minute at the first request, even in eager mode, and bound threads would all meet on the
     # same cores; users may know better. Without multiprocessing vLLM takes the "uni" executor on CPUs.
     defaults = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if vision and importlib.util.find_spec("torchvision") is None:
+        package = scratch / "stand-in" / "torchvision"
+        package.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("torchvision_stand_in.py"), package / "__init__.py")
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
     return {**defaults, **os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 

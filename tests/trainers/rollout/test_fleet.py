@@ -98,7 +98,7 @@ class Scripted:
         self.version = version
         self.had.add(version)
 
-    async def score(self, ids):
+    async def score(self, ids, *, images=()):
         await self._call("score")
         return [-1.0 * self.number] * (len(ids) - 1)
 

@@ -374,7 +374,7 @@ async def test_closing_an_engine_lets_its_memory_go(tiny_path, renderer):
 class Faulty:
     """A renderer whose decoding fails, as that of a broken tokenizer would; the engine decodes for stop strings."""
 
-    stop_token_ids = (STOP,)
+    stop_token_ids, vision = (STOP,), None
 
     def decode(self, ids):
         raise OSError("no space on device")
