@@ -51,11 +51,14 @@ class Cost:
         return self.pair / self.token
 
     def done(self, batch: MicroBatch, *, tokens: bool) -> Metrics:
-        """What a rank did for a micro-batch, to be summed; tokens: whether these count, or another model's do."""
+        """What a rank did for a micro-batch, to be summed; on the CPU, as a GPU would be waited for.
+
+        tokens: whether these count, or only operations, as another model has the same tokens.
+        """
         counts = {"operations": self.token * batch.tokens + self.scored * len(batch.sources) + self.pair * batch.pairs}
         if tokens:
             counts |= {"tokens": batch.tokens, "trained": len(batch.targets)}
-        return {_SECTION + name: torch.tensor([count, 0.0], dtype=torch.float64, device=batch.ends.device)
+        return {_SECTION + name: torch.tensor([count, 0.0], dtype=torch.float64)
                 for name, count in counts.items()}
 
 

@@ -32,7 +32,7 @@ from .model import Policy, Told, load_policy, reshard
 from .packing import MicroBatch, TrainRow, build_trie
 from .parallel import Layout
 from .routing import Routing
-from .scoring import Scores, Scoring, token_advantages
+from .scoring import Scores, Scoring, by_row, token_advantages
 from .sizes import Sizes
 from .state import NAMES, StateWriter, pickled, read_state
 from .trained import Trained
@@ -212,15 +212,15 @@ class FsdpActor:
     @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow], tell: Mapping[str, Tell]) -> dict[str, Scores]:
         """What each of `tell` says of the trained tokens; all ranks need it for their shares of windows."""
-        found: dict[str, Scores] = {name: {} for name in tell}
+        told: list[tuple[list[TrainRow], dict[str, Tensor]]] = []
         limit = self._config.actor.logprob_micro_batch_tokens or 4 * self._config.actor.micro_batch_tokens
         for batch, own, _ in self._dealer.dealt(rows, limit, rows) if tell else ():
-            for name, one in tell.items():
-                values = one(batch).tolist()
-                for row in batch.order if own else ():
-                    found[name][row.row], values = values[: len(row.trained)], values[len(row.trained) :]
+            values = {name: one(batch) for name, one in tell.items()}
+            if own:
+                told.append((batch.order, values))
         everything: list[dict[str, Scores]] = [{}] * self._ranks
-        dist.all_gather_object(everything, found)
+        # They are looked at only now, so that no batch is waited for before the next one is laid out.
+        dist.all_gather_object(everything, {name: by_row(told, name) for name in tell})
         return {name: {row: values for part in everything for row, values in part[name].items()} for name in tell}
 
     def score(self, rows: Sequence[TrainRow]) -> list[list[float]]:

@@ -4,7 +4,7 @@ Invariant: advantages of tokens are a function of all rows of the step in the or
 computes the same ones, and the cut into windows, micro-batches and ranks does not matter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,12 @@ class Scoring:
     def all_rows(self) -> bool:
         """Whether a row has a gradient even where its advantage is 0."""
         return self.kl_loss or self.entropy
+
+
+def by_row(told: Iterable[tuple[Sequence[TrainRow], Mapping[str, Tensor]]], name: str) -> Scores:
+    """What micro-batches of rows were told under a name, [N] each, by row."""
+    return {row.row: part.tolist() for rows, values in told
+            for row, part in zip(rows, values[name].cpu().split([len(row.trained) for row in rows]), strict=True)}
 
 
 def token_advantages(
