@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.models import resolve_model
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -49,6 +52,19 @@ def test_a_model_learns_from_the_best_that_it_played(tmp_path):
     assert after >= max(0.5, before + 0.2)
 
 
+@pytest.mark.slow
+def test_a_student_comes_ten_times_closer_to_its_teacher_on_held_out_tasks(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "benchmarks")
+    from distillation import divergence
+
+    words = run_example("distill.py", tmp_path).splitlines()[-1]
+    student = tmp_path / words.rpartition(" ")[2]
+    teacher = tmp_path / load_config(file=student.parent / "config.toml").algorithm.teacher
+    start = resolve_model("tiny", env="CodeExec-v0").path
+    before, after = (divergence("CodeExec-v0", model, teacher, 32, seed=0) for model in (start, student))
+    assert before > 0.05 and after < before / 10
+
+
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "my_env.py", "own_estimator.py", "play_with_a_function.py", "sft.py"}
+        "distill.py", "my_env.py", "own_estimator.py", "play_with_a_function.py", "sft.py"}

@@ -61,14 +61,6 @@ def test_without_a_kl_nothing_is_told_of_one(train: Train) -> None:
     assert not any("kl_ref" in name or "kl_coefficient" in name for line in train().metrics for name in line)
 
 
-@pytest.mark.slow
-def test_a_student_comes_closer_to_its_teacher(train: Train, teacher: Path) -> None:
-    lines = steps_of(train(steps=30, algorithm__teacher=teacher, actor__lr=1e-3, rollout__groups_per_step=8,
-                           rollout__max_tokens=16, checkpoint__every=0, **DISTILL))
-    assert all({"policy/kl_ref", "advantage/mean", "advantage/zero"} <= line.keys() for line in lines)
-    assert sum(line["policy/kl_ref"] for line in lines[-5:]) < 0.7 * sum(line["policy/kl_ref"] for line in lines[:5])
-
-
 @pytest.mark.parametrize("option", ["algorithm__teacher", "algorithm__kl__model"])
 def test_a_model_with_other_tokens_is_refused_before_anything_is_written(
     train: Train, teacher: Path, tmp_path: Path, option: str

@@ -124,7 +124,8 @@ def test_an_update_is_that_of_a_teacher_in_the_actor(folders: tuple[Path, Path],
         results[engine] = metrics, weights, [row.ref_logprobs or [] for row in rows]
     (metrics, weights, values), (more, others, found) = results["actor"], results["vllm"]
     assert sum(found, []) == pytest.approx(sum(values, []), abs=1e-3)
-    assert more["policy/kl_ref"] == pytest.approx(metrics["policy/kl_ref"], abs=1e-4) and metrics["policy/kl_ref"] > 0.1
+    assert more["policy/kl_ref"] == pytest.approx(metrics["policy/kl_ref"], abs=1e-4)
+    assert abs(metrics["policy/kl_ref"]) > 0.01
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, atol=1e-5, rtol=0)
 
