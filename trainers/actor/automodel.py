@@ -59,8 +59,7 @@ def _is_known(config: PreTrainedConfig) -> bool:
 
 
 def build(
-    path: str | Path, device: str, storage: torch.dtype, compute: torch.dtype, *, ep: int = 1,
-    checkpointing: str = "none",
+    path: str | Path, device: str, storage: torch.dtype, compute: torch.dtype, ep: int = 1
 ) -> nn.Module:
     """The model of a folder on this rank; with ep > 1 sharded, experts over so many ranks, else whole.
 
@@ -69,7 +68,7 @@ def build(
         device: kind of device, of which the current one is taken.
         storage: dtype of the parameters.
         compute: dtype of forward and backward passes, where it is sharded.
-        checkpointing: "none", "selective" or "full", where it is sharded.
+        ep: ranks that share the experts.
 
     Raises:
         ConfigError: there is no GPU.
@@ -78,7 +77,7 @@ def build(
     from nemo_automodel.components.models.common import BackendConfig
 
     backend = BackendConfig(attn="sdpa", linear="torch", rope_fusion=False, gate_precision=torch.float32)
-    setup = _setup(compute, ep, checkpointing) if ep > 1 else None
+    setup = _setup(compute, ep) if ep > 1 else None
     try:
         model = NeMoAutoModelForCausalLM.from_pretrained(
             str(path), dtype=storage, attn_implementation=ATTENTION, use_liger_kernel=False, backend=backend,
@@ -92,7 +91,7 @@ def build(
     return model.eval()
 
 
-def _setup(compute: torch.dtype, ep: int, checkpointing: str) -> Any:
+def _setup(compute: torch.dtype, ep: int) -> Any:
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
 
@@ -100,13 +99,14 @@ def _setup(compute: torch.dtype, ep: int, checkpointing: str) -> Any:
     return DistributedSetup.build(
         FSDP2Config(mp_policy=precision), ParallelismSizes(ep_size=ep), world_size=dist.get_world_size(),
         # The outer model's own forward is not called.
-        moe_parallel_config=MoEParallelizerConfig(reshard_after_forward=True, wrap_outer_model=False),
-        activation_checkpointing=False if checkpointing == "none" else checkpointing)
+        moe_parallel_config=MoEParallelizerConfig(reshard_after_forward=True, wrap_outer_model=False))
 
 
 def _adopt(model: nn.Module) -> None:
     """Give a model with layers of nemo_automodel's own the interface that those of transformers have."""
     model.base_model = _Decoder(model.model)
+    # Transformers does not train the embedding of this id.
+    model.get_input_embeddings().padding_idx = model.config.pad_token_id
     head = model.get_output_embeddings()
     # The weight is taken without a call of the layer, which is when FSDP gathers it.
     head.score = score

@@ -115,8 +115,7 @@ def load_policy(
     checkpointing: Mode = "none" if frozen else options.activation_checkpointing
     storage, ep = compute if frozen or lora else torch.float32, 1 if critic else layout.sizes.ep
     native = not critic and lora is None and automodel.chosen(options.backend, config, layout)
-    model = automodel.build(path, layout.shards.device_type, storage, compute, ep=ep,
-                            checkpointing=checkpointing) if native else (
+    model = automodel.build(path, layout.shards.device_type, storage, compute, ep) if native else (
         model_class(config).from_pretrained(path, dtype=storage, attn_implementation=attention_of(config, ATTENTION)))
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
@@ -141,8 +140,11 @@ def load_policy(
     # Layers of nemo_automodel get angles in float32, which must stay so.
     sharding = {"mesh": layout.shards, "reshard_after_forward": layout.sizes.shards > 1,
                 "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=not native)}
-    for number, layer in enumerate(decoder_of(model).layers if ep == 1 else ()):
+    for number, layer in enumerate(decoder_of(model).layers):
         recompute(layer, checkpointing)
+        if ep > 1:
+            # It is sharded.
+            continue
         # What goes to an expert has another size each time.
         if options.compile and number not in policy.routing.routers:
             layer.forward = compiled(layer.forward)

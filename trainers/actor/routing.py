@@ -57,10 +57,15 @@ class Routing:
         Raises:
             ValueError: they are of a model with another number of layers.
         """
-        if experts is not None and experts.shape[1] != self._layers:
+        if experts is not None and self.routers and experts.shape[1] != self._layers:
             raise ValueError(f"routing replay: experts of {experts.shape[1]} layers for a model of {self._layers}")
         for number, replay in self._replays.items():
             replay.chosen = None if experts is None else experts[:, number]
+
+    @property
+    def shape(self) -> dict[int, int]:
+        """Experts by the numbers of their layers."""
+        return {number: len(router.weight) for number, router in self.routers.items()}
 
     def freeze(self) -> None:
         """Take the routers out of what is trained."""
