@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.packing import TrainRow
@@ -51,7 +51,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, spec: Build, random_rows: Rows, model_path: Callable[..., Path]) -> Found:
+def experts_path(folder: Path) -> Path:
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1],
+        initializer_range=0.3, max_position_embeddings=2048)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
+    return folder / "experts"
+
+
+@pytest.fixture(scope="module")
+def found(
+    folder: Path, spec: Build, random_rows: Rows, model_path: Callable[..., Path], experts_path: Path
+) -> Found:
     """What each job's calls returned, and its weights; made anew for each are the rows, which keep old log-probs."""
 
     def actor(layout: dict[str, Any], *, tied: bool = True, **more: Any) -> ActorSpec:
@@ -82,6 +96,9 @@ def found(folder: Path, spec: Build, random_rows: Rows, model_path: Callable[...
     # As where a whole gradient would not fit.
     jobs += [("dp2 in turn", actor(LAYOUTS["dp2"]), [("__setattr__", "_sums_first", False), first(), second(),
                                                      poisoned()])]
+    for name in ("alone", "tp2", "cp2 dp2"):
+        jobs.append((f"experts {name}", spec(experts_path, actor__lr=0.05, actor__micro_batch_tokens=40, **{
+            f"actor__{option}": value for option, value in layouts[name].items()}), [text, first()]))
     jobs += [("saved", actor(LAYOUTS["tp2 dp2"]), [first(), ("save", folder / "saved" / "actor")]),
              ("loaded alone", actor({}), [load, second()]), ("loaded cp2", actor(LAYOUTS["cp2"]), [load, second()]),
              ("loaded tp2 cp2", actor(LAYOUTS["tp2 cp2"]), [second(), load, second()])]
@@ -119,6 +136,11 @@ def test_so_it_does_with_a_head_of_its_own(found: Found, layout: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_so_it_does_where_a_loss_is_no_sum_of_tokens_or_the_optimizer_another(found: Found, loss: str) -> None:
     assert_same(found, f"{loss} tp2 cp2", f"{loss} alone")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2 dp2"])
+def test_so_it_does_with_experts_and_a_dense_layer(found: Found, layout: str) -> None:
+    assert_same(found, f"experts {layout}", "experts alone")
 
 
 def test_gradients_may_be_exchanged_after_each_micro_batch(found: Found) -> None:
