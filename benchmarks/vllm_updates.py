@@ -38,14 +38,19 @@ CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content 
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def make_model(folder: Path, shape: str, dtype: torch.dtype, device: str) -> tuple[Qwen3ForCausalLM, Renderer]:
-    """A random model of that shape, saved to the folder, and its renderer; a byte is a token, and every id is text."""
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A byte is a token, and every id is text."""
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokens += [f"w{number}" for number in range(SHAPES[shape]["vocab_size"] - len(tokens))]
+    tokens += [f"w{number}" for number in range(size - len(tokens))]
     backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, eos_token="<|im_end|>",
-                                        pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, eos_token="<|im_end|>",
+                                   pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"])
+
+
+def make_model(folder: Path, shape: str, dtype: torch.dtype, device: str) -> tuple[Qwen3ForCausalLM, Renderer]:
+    """A random model of that shape, saved to the folder, and its renderer."""
+    tokenizer = make_tokenizer(SHAPES[shape]["vocab_size"])
     config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=4096, dtype=dtype,
                          eos_token_id=2, pad_token_id=0, bos_token_id=None)
     torch.manual_seed(0)
