@@ -185,20 +185,14 @@ def _export(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _envs(options: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest)
-    from .registry import list_envs, load_plugins
+    from .listing import as_json, as_text, listing
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        broken = {name: error for name, error in load_plugins().items() if error}
-        envs = list_envs()
-    if options.json:
-        print(json.dumps({"envs": [asdict(env) for env in envs], "broken_plugins": broken}, indent=2))
-        return OK
-    width = max((len(env.id) for env in envs), default=0)
-    for env in envs:
-        print(f"{env.id:<{width}}  {env.summary}  ({env.source})")
-    for name, error in broken.items():
-        print(f"plug-in {name} could not be loaded: {error}", file=sys.stderr)
+        found = listing(options.suite)
+    print(json.dumps(as_json(found), indent=2) if options.json else as_text(found))
+    for problem in found.problems:
+        print(problem, file=sys.stderr)
     return OK
 
 
@@ -295,7 +289,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
         )
     for name, command, help in (("envs", _envs, "list the envs"), ("doctor", _doctor, "check this machine")):
-        verb(name, command, help, "[--json]").add_argument("--json", action="store_true", help="print JSON")
+        added = verb(name, command, help, "[SUITE] [--json]" if name == "envs" else "[--json]")
+        added.add_argument("--json", action="store_true", help="print JSON")
+        if name == "envs":
+            added.add_argument("suite", nargs="?", metavar="SUITE", help="list the envs of this suite of others")
     return parser
 
 

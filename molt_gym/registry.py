@@ -156,14 +156,19 @@ def _speaks(spec: EnvSpec, kwargs: dict[str, Any]) -> bool:
     return _speakers[creator]
 
 
-def list_envs() -> list[EnvInfo]:
+def list_envs(suite: str | None = None) -> list[EnvInfo]:
     """The chat envs that can be made by id, sorted: built in, from plug-ins, and registered so far in this process.
+
+    suite: the namespace of a suite of others, such as "reasoning_gym", for its envs alone; importing it may take
+    seconds. `molt_gym.adapters.suites.SUITES` has the suites.
 
     An env counts if its class derives from `TaskEnv` or if it was registered through `molt_gym.register`; and those of
     Gymnasium's own that need nothing else to be installed, which `TextEnv` plays.
     """
     load_plugins()
-    suites.load_all()
+    if suite is not None and suite not in suites.SUITES:
+        raise UnknownEnv(f"suite: {suite!r} is none; write one of {', '.join(suites.SUITES)}")
+    suites.load(suite)
     found = []
     for spec in sorted(_foreign_specs(), key=lambda spec: spec.id):
         try:
@@ -179,7 +184,7 @@ def list_envs() -> list[EnvInfo]:
     classics = {spec.name: spec for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
                 if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
     found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
-    return sorted(found, key=lambda info: info.id)
+    return sorted((info for info in found if suite in (None, info.source)), key=lambda info: info.id)
 
 
 def creators(spec: EnvSpec) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import gymnasium as gym
 
-__all__ = ["SUITES", "Suite", "hint", "load", "load_all"]
+__all__ = ["SUITES", "Suite", "hint", "load"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,6 @@ def load(namespace: str | None) -> str | None:
             _problems[suite.namespace] = problem = f"{type(error).__name__}: {error}"
             warnings.warn(f"the envs of {suite.package} are left out: {problem}", stacklevel=3)
     return _problems.get(suite.namespace)
-
-
-def load_all() -> None:
-    """Registers the ids of all suites that are installed."""
-    for namespace in SUITES:
-        load(namespace)
 
 
 def hint(namespace: str | None) -> str:
