@@ -19,7 +19,8 @@ from .messages import Message
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageSpan", "image_digest", "image_part", "images_of", "inline_images", "keyed", "open_image"]
+__all__ = ["ImageSpan", "image_digest", "image_part", "images_of", "inline_images", "keyed", "open_image",
+           "with_images"]
 
 MAX_BYTES = 20 << 20
 """Of an image file."""
@@ -62,6 +63,34 @@ def inline_images(messages: Sequence[Message], where: str = "messages") -> list[
         ValueError: as `image_part`; the part is named.
     """
     return [_inlined(message, f"{where}[{number}]") for number, message in enumerate(messages)]
+
+
+def with_images(messages: Sequence[Message], images: Sequence[Any]) -> list[Message]:
+    """Messages whose parts `{"type": "image"}` are filled from a column of images, in their order.
+
+    Where there are no such parts, the images are the beginning of the first user message.
+
+    Raises:
+        ValueError: there are more images than parts, or fewer.
+    """
+    empty = sum(source_of(part) is None for message in messages for part in _parts(message))
+    if not empty:
+        first = next((number for number, message in enumerate(messages) if message.get("role") == "user"), None)
+        if first is None:
+            raise ValueError(f"images: {len(images)}, and no user message that could show them")
+        content = messages[first].get("content")
+        text = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        shown = {**messages[first], "content": [{"type": "image"} for _ in images] + text}
+        messages, empty = [*messages[:first], shown, *messages[first + 1 :]], len(images)
+    if empty != len(images):
+        raise ValueError(f"images: {len(images)} for {empty} parts of type 'image' in the messages; give one each")
+    rest = iter(images)
+
+    def filled(part: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "image", "image": next(rest)} if part.get("type") in KINDS and source_of(part) is None else part
+
+    return [{**message, "content": [filled(part) for part in message["content"]]} if _parts(message) else message
+            for message in messages]
 
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -119,6 +148,9 @@ def _inlined(message: Message, where: str) -> Message:
 
 
 def _data_uri(image: Any, where: str) -> str:
+    if isinstance(image, dict):
+        # As a column of a dataset holds them.
+        image = image.get("bytes") or image.get("path")
     if is_data_uri(image):
         return sys.intern(image)
     if isinstance(image, str) and _FETCHED.match(image):

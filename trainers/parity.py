@@ -7,11 +7,13 @@ is one fixed prompt of the run's own template, so that both sides see ordinary t
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from molt_gym.errors import RunFailed
+from molt_gym.images import ImageSpan, image_part
 from molt_gym.tokens import Renderer
 
 from .actor.actor import Actor
@@ -30,27 +32,35 @@ class Scorer(Protocol):
 
     version: int
 
-    async def scores(self, ids: list[int]) -> list[list[float]]:
-        """Of each engine, the log-probability of each id but the first, at temperature 1."""
+    async def scores(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> list[list[float]]:
+        """Of each engine, the log-probability of each id but the first, at temperature 1; images: among the ids."""
         ...
 
 
 @dataclass(frozen=True)
 class ParityProbe:
-    """ids: the prompt. tolerance: on the mean difference."""
+    """ids: the prompt. tolerance: on the mean difference. images: in it, of a model that sees."""
 
     ids: list[int]
     tolerance: float
+    images: tuple[ImageSpan, ...] = ()
 
     @classmethod
     def of(cls, renderer: Renderer, max_context: int, *dtypes: torch.dtype, gpu: bool) -> "ParityProbe":
         """The probe for an engine and an actor that compute in `dtypes`."""
+        tolerance = max(_tolerance(dtype, gpu) for dtype in dtypes)
+        if renderer.sees:
+            shown = [{"role": "user", "content": [_picture(), {"type": "text", "text": TEXT}]}]
+            ids = renderer.render(shown)
+            images = renderer.image_spans(ids, shown)
+            if (end := images[0].start + images[0].count + TOKENS // 4) < max_context:
+                return cls(ids[: max(end, TOKENS)][: max_context - 1], tolerance, images)
         ids = renderer.render([{"role": "user", "content": TEXT}])
-        return cls(ids[: min(TOKENS, max_context - 1)], max(_tolerance(dtype, gpu) for dtype in dtypes))
+        return cls(ids[: min(TOKENS, max_context - 1)], tolerance)
 
     async def expected(self, actor: Actor) -> list[float]:
         """What the actor computes."""
-        return await asyncio.to_thread(actor.logprobs, self.ids)
+        return await asyncio.to_thread(actor.logprobs, self.ids, self.images)
 
     async def check(self, engine: Scorer, actor: Actor, expected: list[float] | None = None) -> float:
         """The mean difference, that of the engine which is farthest off, from the actor or from what was `expected`.
@@ -58,7 +68,7 @@ class ParityProbe:
         Raises:
             RunFailed: it is too large.
         """
-        scores = await engine.scores(self.ids)
+        scores = await engine.scores(self.ids, self.images)
         ours = expected or await self.expected(actor)
         names = [f"engine {number} of {len(scores)}" for number in range(1, len(scores) + 1)]
         return max(self._compare(name if len(scores) > 1 else "the engine", engine.version, theirs, ours)
@@ -78,6 +88,12 @@ class ParityProbe:
 
 def _tolerance(dtype: torch.dtype, gpu: bool) -> float:
     return max(TOLERANCE[dtype], GPU_TOLERANCE if gpu else 0.0)
+
+
+def _picture() -> dict[str, Any]:
+    """A part of a message: colours that change across an image."""
+    across = np.linspace(0, 255, 64).astype(np.uint8)
+    return image_part(np.stack(np.broadcast_arrays(across[:, None], across, across[::-1, None]), -1))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from molt_gym.errors import ConfigError
 from molt_gym.tokens import Renderer
+from molt_gym.tokens.vision import Vision
 
 from .actor.fsdp_actor import ActorSpec
 from .actor.launch import LocalActor
@@ -88,11 +89,12 @@ def _examples(
     data: Data, config: SftConfig, model: ResolvedModel, progress: Progress
 ) -> tuple[list[Example], list[Example], SftConfig]:
     """What is trained on and what is held out, and the configuration with its context."""
-    positions = AutoConfig.from_pretrained(model.path).max_position_embeddings
+    positions = AutoConfig.from_pretrained(model.path).get_text_config().max_position_embeddings
     limit = config.max_context or positions
     if limit > positions:
         raise ConfigError(f"max_context: {limit} is more than the model's {positions} positions; write at most that")
-    renderer = Renderer(AutoTokenizer.from_pretrained(model.path), template_kwargs=dict(config.template_kwargs))
+    renderer = Renderer(AutoTokenizer.from_pretrained(model.path), template_kwargs=dict(config.template_kwargs),
+                        vision=Vision.of(model.path, max_pixels=config.actor.max_pixels))
     left_out: Counter[str] = Counter()
     training, held_out = load_examples(data, config, renderer, limit, left_out), []
     if config.eval.data is not None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from molt_gym.errors import ConfigError
+from molt_gym.images import inline_images, with_images
 from molt_gym.messages import Message, text_of, validate_conversation
 from molt_gym.tokens import ChatTemplateError, Renderer, Row, Trajectory
+from molt_gym.tokens.image_files import put_back
 from molt_gym.tokens.supervised import supervised_rows
 
 from .sft_config import DatasetConfig, RolloutsConfig, SftConfig
@@ -81,14 +83,20 @@ def _example(
         left_out["cut"] += config.too_long == "cut"
         if config.too_long == "drop":
             return None
-        rows = [Row(row.ids[:max_context], row.mask[:max_context], row.logprobs[:max_context],
-                    row.versions[:max_context]) for row in rows]
+        rows = [_cut(row, max_context) for row in rows]
     # The first id has no predecessor that could score it.
     rows = [row for row in rows if any(row.mask[1:])]
     if not rows:
         left_out["nothing to train"] += 1
         return None
     return Example(rows, sum(sum(row.mask[1:]) for row in rows))
+
+
+def _cut(row: Row, limit: int) -> Row:
+    """The beginning of a row, which never ends within an image."""
+    limit = min([limit, *(image.start for image in row.images if image.start + image.count > limit)])
+    return Row(row.ids[:limit], row.mask[:limit], row.logprobs[:limit], row.versions[:limit],
+               images=[image for image in row.images if image.start < limit])
 
 
 # Rollouts
@@ -138,11 +146,14 @@ def _chat_rows(where: str, record: Mapping[str, Any], columns: DatasetConfig, re
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from None
     try:
+        messages = _with_images(record, messages)
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}") from None
+    try:
         validate_conversation({"messages": messages, "tools": tools}, where)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        _refuse_images(record, messages)
         rows = supervised_rows(renderer, messages, tools)
     except ChatTemplateError as error:
         raise ConfigError(f"{where}.messages: {error}") from None
@@ -212,16 +223,14 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _refuse_images(record: Mapping[str, Any], messages: Sequence[Message]) -> None:
-    remedy = "images cannot be trained on yet; leave the row out, or its images"
-    for name in ("image", "images"):
-        if record.get(name):
-            raise ValueError(f"{name}: {remedy}")
-    for place, message in enumerate(messages):
-        content = message.get("content")
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            if "image" in part["type"]:
-                raise ValueError(f"messages[{place}].content[{number}].type: {part['type']!r}; {remedy}")
+def _with_images(record: Mapping[str, Any], messages: Any) -> Any:
+    """The conversation with the images of the row in it; what is no conversation is told later."""
+    images = record.get("images") or record.get("image") or []
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return messages
+    if images:
+        messages = with_images(messages, images if isinstance(images, list) else [images])
+    return inline_images(messages)
 
 
 # Sources
@@ -272,7 +281,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | Trajectory]]:
             if not line.strip():
                 continue
             try:
-                text = line.decode("utf-8", "surrogatepass")
+                text = put_back(line, path).decode("utf-8", "surrogatepass")
                 record = json.loads(text)
                 if isinstance(record, dict) and record.keys() >= _RECORD:
                     record = Trajectory.from_json(text)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from molt_gym.errors import ConfigError, RunFailed
+from molt_gym.images import keyed
 
 from .actor.balance import first_fit
 from .actor.launch import LocalActor
@@ -185,7 +186,7 @@ class SftLoop:
         """What the steps that are done depend on."""
         digest = hashlib.blake2b(f"{self.config.seed} {self.config.batch_size}".encode(), digest_size=16)
         for example in self.training:
-            digest.update(repr([(row.ids, row.mask) for row in example.rows]).encode())
+            digest.update(repr([(keyed(row.ids, row.images), row.mask) for row in example.rows]).encode())
         return digest.hexdigest()
 
     def _begin_save(self) -> None:

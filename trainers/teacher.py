@@ -67,9 +67,12 @@ class TeacherEngine:
 
     async def _score(self, row: TrainRow) -> None:
         row.ref_logprobs = []
+        if row.images:
+            raise ValueError("a rollout has images, which this engine is not shown; write algorithm.teacher_engine = "
+                             "'actor'")
         if trained := row.trained:
             async with self._seats:
-                scores = await self._engine.score(row.ids[: trained[-1] + 1], self._timeout)
+                scores = await self._engine.score(row.ids[: trained[-1] + 1], self._timeout, row.images)
             row.ref_logprobs = [scores[position - 1] for position in trained]
 
     async def _replace(self, cause: BaseException) -> None:

@@ -80,6 +80,11 @@ class Renderer:
         self._check_encoding(tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys([*_configured_stops(tokenizer), *self._ends_of_turn()]))
 
+    @property
+    def sees(self) -> bool:
+        """Whether images can be written."""
+        return bool(self._template.style.image)
+
     def render(
         self,
         messages: Sequence[Message],

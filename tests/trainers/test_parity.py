@@ -15,10 +15,10 @@ class Side:
     def __init__(self, *scores: list[float]) -> None:
         self.known = scores
 
-    async def scores(self, ids: list[int]) -> list[list[float]]:
+    async def scores(self, ids: list[int], images: tuple = ()) -> list[list[float]]:
         return list(self.known)
 
-    def logprobs(self, ids: list[int]) -> list[float]:
+    def logprobs(self, ids: list[int], images: tuple = ()) -> list[float]:
         return self.known[0]
 
 

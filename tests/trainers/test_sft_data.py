@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from molt_gym import ConfigError
+from molt_gym import ConfigError, image_part
 from molt_gym.tokens import Failure, Renderer, Row, Trajectory, write_jsonl
 from molt_gym.trainers.config import load_settings
 from molt_gym.trainers.sft_config import SftConfig
 from molt_gym.trainers.sft_data import Example, load_examples
 
+PICTURE = image_part(np.zeros((4, 4, 3), np.uint8))
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
 
 
@@ -91,10 +93,14 @@ def test_tools_and_calls_may_be_spelled_as_datasets_do(load: Load) -> None:
     ({"messages": [{"role": "user", "content": 3}]}, r"data\[1\].messages\[0\].content: 3; write a string"),
     ({"messages": [{"role": "user", "content": "x"}]}, r"data\[1\].messages: no reply in them has anything to learn"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, r"data\[1\].messages\[0\].role: 'assistant' answers nothi"),
-    ({**row(), "images": ["x.png"]}, r"data\[1\].images: images cannot be trained on yet"),
+    ({**row(), "images": ["x.png"]}, r"data\[1\].messages\[0\].content\[0\]: x.png cannot be read"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
                    {"role": "assistant", "content": "x"}]},
-     r"data\[1\].messages\[0\].content\[0\].type: 'image_url'; images cannot be trained on yet"),
+     r"data\[1\].messages\[0\].content\[0\]: x cannot be read"),
+    ({"messages": [{"role": "user", "content": [PICTURE]}, {"role": "assistant", "content": "x"}]},
+     r"data\[1\].messages\[0\].content\[0\].type: 'image_url'; only text parts can be written"),
+    ({**row(), "messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [PICTURE, PICTURE]},
+     r"data\[1\].images: 2 for 1 parts of type 'image'"),
     ({**row(), "tools": "{"}, r"data\[1\].tools: is no JSON"),
     ({**row(), "tools": [3]}, r"data\[1\].tools\[0\]: 3 is no tool schema"),
     (3, r"data\[1\]: got 3 \(int\); write {'messages'"),

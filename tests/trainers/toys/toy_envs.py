@@ -1,7 +1,10 @@
 """Envs that tests train in, importable by any process that has this folder on its path."""
 
+import os
 import resource
 import time
+
+from PIL import Image
 
 import molt_gym
 from molt_gym import ChatEnv, EnvFailure, Turn
@@ -19,6 +22,8 @@ class Letters(ChatEnv):
 
     def begin(self, index: int) -> list[Message]:
         self._index = index
+        # For tests that want to be there before the run ends.
+        time.sleep(float(os.environ.get("TOYS_PAUSE", "0")))
         self._trouble_in("reset")
         if self.trouble == "tools":
             self.tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -55,5 +60,26 @@ class Coin(ChatEnv):
         return Turn([], float(len(text_of(message)) % 2 == 0), True)
 
 
+class Colours(ChatEnv):
+    """Two turns, each about a picture of one colour; the reward is the share of right letters in the replies."""
+
+    num_tasks = 3
+    names = ("red", "lime", "blue")
+
+    def begin(self, index: int) -> list[Message]:
+        self._colour = self.names[index]
+        return [{"role": "user", "content": [{"type": "text", "text": "Which colour?"}, self._picture(index)]}]
+
+    def answer(self, message: Message) -> Turn:
+        text = text_of(message)
+        reward = sum(text.count(letter) for letter in set(self._colour)) / max(1, len(text)) / 2
+        more = [] if len(self.messages) > 2 else [{"role": "user", "content": [self._picture(0)]}]
+        return Turn(more, reward, not more)
+
+    def _picture(self, index: int) -> dict:
+        return {"type": "image", "image": Image.new("RGB", (32, 16), self.names[index])}
+
+
+molt_gym.register("Colours-v0", Colours, max_episode_steps=4)
 molt_gym.register("Letters-v0", Letters, max_episode_steps=4)
 molt_gym.register("Coin-v0", Coin, max_episode_steps=1)
