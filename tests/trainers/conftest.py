@@ -1,6 +1,10 @@
 """A tiny model that is whole: random Qwen3 weights in float32, a BPE tokenizer trained here, a ChatML template."""
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +96,44 @@ def scripted() -> Callable[..., Callable[[], gym.Env]]:
         return lambda: gym.wrappers.TimeLimit(ScriptedEnv(begin, answer, num_tasks), max_turns)
 
     return maker
+
+
+@pytest.fixture
+def at_each_write() -> Callable[[Callable[[], None]], AbstractContextManager[None]]:
+    """Within `at_each_write(call)`, it is called at every moment at which a file is opened, renamed, removed, flushed.
+
+    Other threads, which might do such things as well, wait meanwhile.
+    """
+
+    @contextmanager
+    def hooked(call: Callable[[], None]) -> Iterator[None]:
+        events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}
+        lock, active, calling = threading.RLock(), True, threading.local()
+
+        def hook(event: str, _: tuple) -> None:
+            if active and event in events and not getattr(calling, "now", False):
+                calling.now = True
+                try:
+                    with lock:
+                        call()
+                finally:
+                    calling.now = False
+
+        def fsync(fd: Any, original: Callable[[Any], None] = os.fsync) -> None:
+            hook("open", ())
+            original(fd)
+            hook("open", ())
+
+        sys.addaudithook(hook)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            try:
+                yield
+            finally:
+                # An audit hook stays for the life of the process.
+                active = False
+
+    return hooked
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Wherever a save is cut off, the newest whole checkpoint is found, and it is one state, never a mix of two."""
 
-import os
 import random
 import resource
 import shutil
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from molt_gym.trainers.checkpoint import (
 from molt_gym.trainers.config import load_config
 
 KEEP = 2
+AtEachWrite = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -69,36 +69,8 @@ def folder(actor: LocalActor, tmp_path: Path) -> Path:
     return folder
 
 
-@contextmanager
-def at_each_write(call: Callable[[], None]) -> Iterator[None]:
-    """Calls at every moment at which files are opened, made, renamed, removed or flushed."""
-    active = True
-    events = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-
-    def hook(event: str, _: tuple) -> None:
-        nonlocal active
-        if active and event in events:
-            active = False
-            call()
-            active = True
-
-    def fsync(fd: int, original: Callable[[int], None] = os.fsync) -> None:
-        hook("open", ())
-        original(fd)
-        hook("open", ())
-
-    sys.addaudithook(hook)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        try:
-            yield
-        finally:
-            # An audit hook stays for the life of the process.
-            active = False
-
-
 def test_a_save_that_is_cut_off_at_any_write_leaves_the_old_or_the_new_one(
-    actor: LocalActor, folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    actor: LocalActor, folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder, at_each_write: AtEachWrite
 ) -> None:
     moments = []
 
@@ -129,7 +101,8 @@ def test_a_save_that_is_cut_off_at_any_write_leaves_the_old_or_the_new_one(
     assert sorted(path.name for path in folder.iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_what_is_written_is_the_state_at_the_call_whatever_is_learnt_meanwhile(
+@pytest.mark.slow
+def test_what_is_written_is_the_state_at_the_call_whatever_is_learnt_meanwhile_and_read_by_any_number_of_ranks(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, go = {}, threading.Event()
@@ -141,9 +114,12 @@ def test_what_is_written_is_the_state_at_the_call_whatever_is_learnt_meanwhile(
     def weights() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in actor.weights()}
 
-    config = load_config("Any-v0", overrides={"rollout": {"max_tokens": 8, "max_context": 64}, "actor.lr": 1e-3,
-                                              "actor.world_size": 2, "rollout.groups_per_step": 2})
-    actor = LocalActor(ActorSpec(str(tiny_path), config, torch.float32, 10))
+    def start(ranks: int) -> LocalActor:
+        overrides = {"rollout": {"max_tokens": 8, "max_context": 64, "groups_per_step": ranks}, "actor.lr": 1e-3,
+                     "actor.world_size": ranks}
+        return LocalActor(ActorSpec(str(tiny_path), load_config("Any-v0", overrides=overrides), torch.float32, 10))
+
+    actor = start(2)
     try:
         checkpoints = Checkpoints(tmp_path, 1, say=lambda line: written.update({line: None}))
         train(actor, 1)
@@ -167,6 +143,14 @@ def test_what_is_written_is_the_state_at_the_call_whatever_is_learnt_meanwhile(
         monkeypatch.setattr("molt_gym.trainers.actor.state.dcp.save", dcp.save)
         with pytest.raises(OSError, match="elsewhere on .* file system that all nodes share"):
             actor.save(tmp_path / "elsewhere" / "actor")
+        for ranks in (1, 4):
+            actor.close()
+            actor = start(ranks)
+            actor.load(path / "actor")
+            assert actor.updates == 1 and all(torch.equal(then[name], tensor) for name, tensor in actor.weights())
+            train(actor, 2)
+            for name, tensor in actor.weights():
+                torch.testing.assert_close(tensor, later[name], rtol=0, atol=1e-6)
     finally:
         actor.close()
 
@@ -196,7 +180,7 @@ def test_a_step_that_could_not_be_written_can_be_tried_again(actor: LocalActor, 
 
 
 def test_saving_a_step_again_keeps_the_first_until_the_second_is_there(
-    actor: LocalActor, folder: Path, tmp_path: Path
+    actor: LocalActor, folder: Path, tmp_path: Path, at_each_write: AtEachWrite
 ) -> None:
     moments = []
 
@@ -345,7 +329,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(tiny_
 
 
 def test_the_best_stays_beside_the_newest_and_its_link_is_replaced_never_missing(
-    actor: LocalActor, folder: Path
+    actor: LocalActor, folder: Path, at_each_write: AtEachWrite
 ) -> None:
     assert mark_best(folder, {1: (0.9, 0.9), 2: (0.5, 0.1), 3: (0.2, 0.9)}) == folder / "step-000002"
     for step in (4, 5, 6):

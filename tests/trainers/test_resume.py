@@ -1,20 +1,25 @@
 """Runs in processes of their own that are killed, interrupted or told to end, and go on as if nothing had been."""
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from molt_gym.errors import ConfigError
 from molt_gym.tokens.trajectory import read_jsonl
-from molt_gym.trainers.checkpoint import newest_checkpoint
+from molt_gym.trainers.checkpoint import load_state, newest_checkpoint
+from molt_gym.trainers.run_dir import RunDir, holds_run
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +49,7 @@ def started(out: Path, model: Path, **more: Any) -> subprocess.Popen:
 def popen(command: list[Any]) -> subprocess.Popen:
     # What runs in the background of a shell ignores Ctrl-C, and so would its children.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
+                            env={**os.environ, "TOYS_PAUSE": "0.3"},
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
@@ -68,7 +74,8 @@ def record(folder: Path) -> dict[str, Any]:
                     for line in lines],
         "played": played,
         "model": (folder / "model" / "model.safetensors").read_bytes(),
-        "state": json.loads((best / "trainer.json").read_text()),
+        # What libraries draw from the global generators when they are used first is theirs.
+        "state": json.loads((best / "trainer.json").read_text()) | {"generators": None},
         "weights and moments": (best / "actor" / "__0_0.distcp").read_bytes(),
     }
 
@@ -77,6 +84,43 @@ def assert_same(folder: Path, straight: Path) -> None:
     ours, theirs = record(folder), record(straight)
     for name, value in ours.items():
         assert value == theirs[name], name
+
+
+def test_a_run_that_is_killed_at_any_write_of_a_save_or_of_a_step_ends_as_one_that_is_not(
+    train: Train, tmp_path: Path, at_each_write: Callable[[Callable[[], None]], AbstractContextManager[None]]
+) -> None:
+    """What SIGKILL leaves is what is on disk: a copy of the folder, at each moment at which that changes."""
+    options = {"eval__every": 1, "checkpoint__every": 1, "checkpoint__keep": 1, "actor__schedule": "cosine", "steps": 2}
+    folder, moments = tmp_path / "straight", dict[str, Path]()
+
+    def photograph() -> None:
+        if folder.exists() and (state := digest(folder)) not in moments:
+            moments[state] = shutil.copytree(folder, tmp_path / f"moment-{len(moments)}", symlinks=True)
+
+    with at_each_write(photograph):
+        train(folder, **options)
+    assert len(moments) > 40
+    different = dict[str, Path]()
+    for copy in moments.values():
+        # As a run that goes on does first of all. What is the same after that goes on in the same way.
+        if holds_run(copy):
+            with RunDir(copy, resume=True) as run:
+                newest = newest_checkpoint(run.checkpoints_path)
+                run.cut_metrics(load_state(newest)["step"] if newest else -1)
+        different.setdefault(digest(copy), copy)
+    print(len(moments), "moments,", len(different), "of them different")
+    for copy in different.values():
+        train(copy, **options)
+        assert_same(copy, folder)
+
+
+def digest(folder: Path) -> str:
+    """Of the names and contents that a folder has, but for the lock."""
+    found = hashlib.blake2b()
+    for path in sorted(path for path in folder.rglob("*") if path.name != ".lock"):
+        content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
+    return found.hexdigest()
 
 
 @pytest.mark.parametrize("lines", [1, 9])
@@ -95,6 +139,35 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_one_that_is_not(
     assert_same(folder, straight)
 
 
+@pytest.mark.parametrize("options", [
+    {"algorithm__estimator": "gae", "critic__warmup_steps": 1, "critic__lr": 1e-2},
+    {"algorithm__kl__coefficient": 0.1, "algorithm__kl__target": 0.01, "algorithm__kl__horizon": 20,
+     "rollout__dynamic_filter": True},
+], ids=["critic", "adaptive KL and dynamic filter"])
+def test_a_run_that_is_gone_on_with_has_the_lines_of_one_that_did_not_stop(
+    train: Train, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options |= {"eval__before": False, "eval__after": False, "actor__warmup_steps": 3}
+    straight = train(steps=4, **options)
+    train(tmp_path / "run", steps=2, **options)
+    train(tmp_path / "run", steps=4, **options)
+    assert_same(tmp_path / "run", straight.run_dir)
+
+
+def test_a_schedule_that_falls_over_other_steps_is_refused_and_a_constant_one_is_gone_on_with(
+    train: Train, tmp_path: Path
+) -> None:
+    options = {"eval__before": False, "eval__after": False, "actor__schedule": "linear"}
+    train(tmp_path / "run", steps=1, **options)
+    settings = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match="steps: the learning rate .* falls over 1 updates .* if there were 2; write"):
+        train(tmp_path / "run", steps=2, **options)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == settings
+    rates = [line["optim/lr"] for line in train(tmp_path / "run", steps=2, actor__schedule="constant").metrics
+             if "optim/lr" in line]
+    assert rates == [3e-3, 3e-3]
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_told_to_end_saves_says_where_and_goes_on_from_there(
     train: Train, tiny_path: Path, tmp_path: Path, straight: Path, sent: signal.Signals, code: int
@@ -104,7 +177,7 @@ def test_a_run_that_is_told_to_end_saves_says_where_and_goes_on_from_there(
     try:
         wait_for_lines(folder, 6, process)
         process.send_signal(sent)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     finally:
         process.kill()
     assert process.returncode == code, output
@@ -183,7 +256,7 @@ if __name__ == "__main__":
     try:
         wait_for_lines(tmp_path / "run", 2, process)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     finally:
         process.kill()
     assert "interrupted as expected" in output
