@@ -23,12 +23,12 @@ def karmarkar_karp(sizes: Sequence[float], shares: int, *, equal: bool = False) 
 
     Source: Karmarkar and Karp, The Differencing Method of Set Partitioning, 1982.
     """
-    order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    order = sorted(range(len(sizes)), key=lambda place: sizes[place])
     step = shares if equal else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
 
     def push(ways: list[tuple[float, list[int]]], number: int) -> None:
-        ways.sort(key=lambda way: -way[0])
+        ways.sort(reverse=True)
         heapq.heappush(heap, (ways[-1][0] - ways[0][0], number, ways))
 
     for start in range(0, len(order), step):

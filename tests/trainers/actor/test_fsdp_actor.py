@@ -1,7 +1,9 @@
 """An update of one rank is that of plain PyTorch, however it is cut; state, weights and exports are whole."""
 
 import json
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
 from molt_gym.trainers.export import export_checkpoint
 
+VOCAB = 24
 Rows = Callable[..., list[TrainRow]]
 Build = Callable[..., ActorSpec]
 Weights = Callable[..., dict[str, Tensor]]
@@ -102,6 +105,81 @@ def test_the_update_and_its_loss_do_not_depend_on_the_size_of_micro_batches(
     for weights, loss, entropy in outcomes[1:]:
         assert_same(weights, outcomes[0][0], 1e-6)
         assert (loss, entropy) == pytest.approx(outcomes[0][1:], abs=1e-6)
+
+
+def shuffled(rows: list[TrainRow]) -> list[TrainRow]:
+    return random.Random(1).sample(rows, len(rows))
+
+
+def branched(rows: list[TrainRow]) -> list[TrainRow]:
+    """Each row as two: the second half of its trained tokens is trained in a row of its own, behind the first."""
+    found = []
+    for row in rows:
+        cut = row.trained[len(row.trained) // 2]
+        first = TrainRow(row.ids[:cut], row.mask[:cut], row.logprobs[:cut], row.advantage, row.weight, 2 * row.row,
+                         row.group)
+        second = replace(row, mask=[0] * cut + row.mask[cut:], row=2 * row.row + 1)
+        found += [second, first]
+    return found
+
+
+def observed(rows: list[TrainRow]) -> list[TrainRow]:
+    """With tokens behind the last that is trained, which were not sampled."""
+    return [replace(row, ids=[*row.ids, *[row.row % VOCAB] * 3], mask=[*row.mask, 0, 0, 0],
+                    logprobs=[*row.logprobs, 0.0, 0.0, 0.0]) for row in rows]
+
+
+def regrouped(rows: list[TrainRow]) -> list[TrainRow]:
+    """With nothing that is computed together."""
+    return [replace(row, group=100 + row.row) for row in rows]
+
+
+@pytest.mark.parametrize("change", [shuffled, branched, observed, regrouped])
+def test_the_update_does_not_depend_on_how_the_rows_come(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights, change: Callable[..., list[TrainRow]]
+) -> None:
+    outcomes = []
+    for alter in (list, change):
+        actor = start(spec(actor__micro_batch_tokens=60))
+        actor.train([alter(random_rows(3, 3, seed=6))])
+        outcomes.append(weights_of(actor))
+    assert_same(outcomes[1], outcomes[0], 1e-6)
+
+
+def test_passes_without_gradients_have_a_budget_of_their_own_and_what_they_tell_does_not_depend_on_it(
+    start: Start, spec: Build, random_rows: Rows
+) -> None:
+    rows, outcomes = random_rows(4, 3), []
+    for tokens in (1, 4096):
+        actor = start(spec(actor__micro_batch_tokens=1, actor__logprob_micro_batch_tokens=tokens))
+        passes: list[None] = []
+        actor._first._policy.register_forward_hook(lambda *_, passes=passes: passes.append(None))
+        outcomes.append((actor.score(rows), len(passes)))
+    (scores, many), (others, one) = outcomes
+    assert one == 1 and many > 1
+    assert [value for row in scores for value in row] == pytest.approx([v for row in others for v in row], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_layers_make_the_same_update(
+    start: Start, spec: Build, random_rows: Rows, weights_of: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[None] = []
+    real = torch.compile
+
+    def only_traced(function: Callable[..., object], **_: object) -> Callable[..., object]:
+        compiled.append(None)
+        return real(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", only_traced)
+    outcomes = []
+    for options in ({}, {"actor__compile": True}):
+        actor = start(spec(**options))
+        for seed in range(2):
+            actor.train([random_rows(2, 3, seed=seed)])
+        outcomes.append(weights_of(actor))
+    assert_same(outcomes[1], outcomes[0], 1e-6)
+    assert len(compiled) == 2
 
 
 def test_the_logged_loss_and_entropy_are_those_of_the_window(
