@@ -165,8 +165,9 @@ def _settings(config: Config) -> Settings:
     rollout, algorithm = config.rollout, config.algorithm
     kl, importance, engine_args = algorithm.kl, algorithm.importance, rollout.engine_args
     return Settings(
-        estimator=algorithm.estimator, gamma=algorithm.gamma, loss=algorithm.loss, dual_clip=algorithm.dual_clip,
-        ceiling=algorithm.ceiling, aggregation=algorithm.aggregation, token_sum_divisor=algorithm.token_sum_divisor,
+        estimator=algorithm.estimator, gamma=algorithm.gamma, lam=algorithm.lam, loss=algorithm.loss,
+        clip=(algorithm.clip_low, algorithm.clip_high), dual_clip=algorithm.dual_clip, ceiling=algorithm.ceiling,
+        aggregation=algorithm.aggregation, token_sum_divisor=algorithm.token_sum_divisor,
         updates_per_batch=algorithm.updates_per_batch, kl=kl.coefficient, kl_kind=kl.kind, kl_use=kl.use,
         kl_ref=kl.ref, kl_target=kl.target, reference=kl.model is not None, teacher=algorithm.teacher is not None,
         teacher_engine=algorithm.teacher_engine != "actor",

@@ -45,11 +45,13 @@ class EstimatorTraits:
 class LossTraits:
     """What a loss is and takes.
 
-    has_ratio: it uses π/π_old. dual_clip, ceiling: it takes these options. one_update: it holds for one update a batch.
+    has_ratio: it uses π/π_old. clips: it takes clip_low and clip_high. dual_clip, ceiling: it takes these options.
+    one_update: it holds for one update a batch.
     centres: its gradient in the first update is that of -A·w·log π, so that score centering fits.
     """
 
     has_ratio: bool = True
+    clips: bool = True
     dual_clip: bool = False
     ceiling: bool = False
     one_update: bool = False
@@ -160,8 +162,8 @@ LOSSES: Registry[LossTraits] = Registry(
     {
         "ppo": LossTraits(dual_clip=True, centres=True),
         "gspo": LossTraits(),
-        "cispo": LossTraits(ceiling=True),
-        "reinforce": LossTraits(has_ratio=False, one_update=True, centres=True),
+        "cispo": LossTraits(ceiling=True, clips=False),
+        "reinforce": LossTraits(has_ratio=False, clips=False, one_update=True, centres=True),
     },
     LossTraits())
 """Losses by the name that `algorithm.loss` takes."""

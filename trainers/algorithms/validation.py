@@ -18,14 +18,17 @@ __all__ = ["Settings", "problems"]
 class Settings:
     """Options that bear on one another, by the last part of their names; the defaults are in accord.
 
-    kl: the coefficient. importance: the level as written, auto included. critic, teacher, reference: whether anything
-    is written about them. teacher_engine: the teacher has an engine of its own. in_flight_updates: weights change while
-    rollouts are generated. kept_set_replayed: the trainer renormalises over the tokens that top_p and top_k kept.
+    kl: the coefficient. clip: low and high. importance: the level as written, auto included. critic, teacher,
+    reference: whether anything is written about them. teacher_engine: the teacher has an engine of its own.
+    in_flight_updates: weights change while rollouts are generated. kept_set_replayed: the trainer renormalises over the
+    tokens that top_p and top_k kept.
     """
 
     estimator: str = "grpo"
     gamma: float = 1.0
+    lam: float = 0.95
     loss: str = "ppo"
+    clip: tuple[float, float] = (0.2, 0.2)
     dual_clip: float | None = None
     ceiling: float | None = None
     aggregation: str = "token_mean"
@@ -99,6 +102,9 @@ def _estimator(s: Settings, traits: EstimatorTraits) -> Iterator[str]:
     if s.gamma != 1 and not traits.discounts:
         yield (f"algorithm.gamma: {s.gamma} with {which}, which gives all tokens of a rollout the same; write "
                f"algorithm.gamma = 1 or algorithm.estimator = {_having(ESTIMATORS, 'discounts')}")
+    if s.lam != Settings.lam and not traits.needs_critic:
+        yield (f"algorithm.lam: {s.lam} with {which}, which has none; leave it out or write algorithm.estimator = "
+               f"{_having(ESTIMATORS, 'needs_critic')}")
     if s.critic and not traits.needs_critic:
         yield (f"critic: is configured, and {which} has none; leave it out or write algorithm.estimator = "
                f"{_having(ESTIMATORS, 'needs_critic')}")
@@ -147,6 +153,9 @@ def _loss(s: Settings, traits: LossTraits) -> Iterator[str]:
     if traits.one_update and s.updates_per_batch > 1:
         yield (f"algorithm.updates_per_batch: {s.updates_per_batch} with {which}, which holds for one update a batch; "
                "write algorithm.updates_per_batch = 1 or algorithm.loss = 'ppo'")
+    if s.clip != Settings.clip and not traits.clips:
+        yield (f"algorithm.clip_low, algorithm.clip_high: {s.clip[0]}, {s.clip[1]} with {which}, which does not clip "
+               f"so; leave them out or write algorithm.loss = {_having(LOSSES, 'clips')}")
     if s.dual_clip is not None and not traits.dual_clip:
         yield (f"algorithm.dual_clip: {s.dual_clip} with {which}, which has no "
                f"{'dual clip' if traits.has_ratio else 'ratio to clip'}; leave it out or write algorithm.loss = "
@@ -192,7 +201,8 @@ def _importance(s: Settings, loss: LossTraits) -> Iterator[str]:
 
 def _sampling(s: Settings, loss: LossTraits) -> Iterator[str]:
     ratio = f"algorithm.loss = {s.loss!r}" if loss.has_ratio else (
-        f"algorithm.importance.level = {s.importance!r}" if s.level != "off" else None)
+        f"algorithm.importance.level = {s.importance!r}" if s.level != "off" else
+        "algorithm.kl.ref = 'rollout'" if s.kl and s.kl_ref == "rollout" else None)
     for name, value, off in (("top_p", s.top_p, 1), ("top_k", s.top_k, 0)):
         if ratio and value != off and not s.kept_set_replayed:
             yield (f"rollout.{name}: {value} with {ratio}: the sampler renormalises over the tokens it kept and the "

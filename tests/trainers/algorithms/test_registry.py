@@ -156,7 +156,8 @@ def test_a_built_in_function_is_imported_when_it_is_called_for(tmp_path, monkeyp
 
 
 def test_the_example_of_the_documentation_works(own_file):
-    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    text = page.partition("## One of your own")[2]
     (own_file / "my_algorithms.py").write_text(text.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
     batch = TokenBatch(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1, 2]))
     median, _ = estimate_token_advantages("my_algorithms:median_baseline", batch)
