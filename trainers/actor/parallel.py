@@ -82,5 +82,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if not plan:
         raise ConfigError(f"actor.tp: {mesh.size()} for a {model.config.model_type}, which transformers has no tensor "
                           "parallel plan for; write 1")
-    parallelize_module(model, mesh, plan)
+    # Each rank has read the whole model, and takes its part without asking the first.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -38,11 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
                              "offload_optimizer": True},
 }
 UNTIED = ["tp2 dp2", "cp2 dp2"]
-LOSSES: dict[str, dict[str, Any]] = {
-    "of sequences": {"algorithm__loss": "gspo", "algorithm__importance__level": "token"},
-    "with a critic": {"algorithm__estimator": "gae"},
-    "with muon": {"actor__optimizer": "muon", "actor__lr": 1e-4},
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a loss of sequences": ("tp2 cp2", {"algorithm__loss": "gspo", "algorithm__importance__level": "token"}),
+    "a critic": ("tp2 cp2", {"algorithm__estimator": "gae"}),
+    "muon": ("tp2 cp2", {"actor__optimizer": "muon", "actor__lr": 1e-4}),
+    "adapters": ("cp2 dp2", {"actor__lora__rank": 4}),
 }
+EXPERTS = ["tp2", "cp2 dp2", "full", "tp2 cp2 full offload"]
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +87,28 @@ def found(
         return "train", [rows]
 
     (folder / "saved").mkdir()
+    def replayed() -> tuple[Any, ...]:
+        rows, draw = random_rows(3, 3), np.random.default_rng(0)
+        for row in rows[::2]:
+            row.experts = np.full((len(row.ids), 2, 2), -1, dtype=np.int16)
+            row.experts[:, 0] = [draw.permutation(4)[:2] for _ in row.ids]
+        return "train", [rows]
+
     load = "load", folder / "saved" / "actor"
     text = "logprobs", [3, 1, 4, 1, 5, 9, 2, 6, 5]
     layouts = {"alone": {}, **LAYOUTS}
     jobs = [(name, actor(layout), [text, first(), second(), poisoned()]) for name, layout in layouts.items()]
     jobs += [(f"untied {name}", actor(layouts[name], tied=False), [text, first(), second(), poisoned()])
              for name in ("alone", *UNTIED)]
-    for loss, options in LOSSES.items():
-        jobs += [(f"{loss} {name}", actor(layout, **options), [first()])
-                 for name, layout in layouts.items() if name in ("alone", "tp2 cp2")]
+    for what, (layout, options) in OPTIONS.items():
+        jobs += [(f"{what} {name}", actor(layouts[name], **options), [first()]) for name in ("alone", layout)]
     # As where a whole gradient would not fit.
     jobs += [("dp2 in turn", actor(LAYOUTS["dp2"]), [("__setattr__", "_sums_first", False), first(), second(),
                                                      poisoned()])]
-    for name in ("alone", "tp2", "cp2 dp2"):
-        jobs.append((f"experts {name}", spec(experts_path, actor__lr=0.05, actor__micro_batch_tokens=40, **{
-            f"actor__{option}": value for option, value in layouts[name].items()}), [text, first()]))
+    for name in ("alone", *EXPERTS):
+        options = spec(experts_path, actor__lr=0.05, actor__micro_batch_tokens=40, **{
+            f"actor__{option}": value for option, value in layouts[name].items()})
+        jobs += [(f"experts {name}", options, [text, first()]), (f"replayed {name}", options, [replayed()])]
     jobs += [("saved", actor(LAYOUTS["tp2 dp2"]), [first(), ("save", folder / "saved" / "actor")]),
              ("loaded alone", actor({}), [load, second()]), ("loaded cp2", actor(LAYOUTS["cp2"]), [load, second()]),
              ("loaded tp2 cp2", actor(LAYOUTS["tp2 cp2"]), [second(), load, second()])]
@@ -133,14 +143,20 @@ def test_so_it_does_with_a_head_of_its_own(found: Found, layout: str) -> None:
     assert_same(found, f"untied {layout}", "untied alone")
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_so_it_does_where_a_loss_is_no_sum_of_tokens_or_the_optimizer_another(found: Found, loss: str) -> None:
-    assert_same(found, f"{loss} tp2 cp2", f"{loss} alone")
+@pytest.mark.parametrize("what", OPTIONS)
+def test_so_it_does_with(found: Found, what: str) -> None:
+    assert_same(found, f"{what} {OPTIONS[what][0]}", f"{what} alone")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "cp2 dp2"])
-def test_so_it_does_with_experts_and_a_dense_layer(found: Found, layout: str) -> None:
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_so_it_does_with_experts_in_a_layer_and_where_their_choice_is_replayed(found: Found, layout: str) -> None:
     assert_same(found, f"experts {layout}", "experts alone")
+    assert_same(found, f"replayed {layout}", "replayed alone")
+
+
+def test_a_choice_that_is_replayed_makes_another_update(found: Found) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    assert (found["replayed alone"][1][name] - found["experts alone"][1][name]).abs().max() > 1e-3
 
 
 def test_gradients_may_be_exchanged_after_each_micro_batch(found: Found) -> None:
