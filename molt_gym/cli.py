@@ -12,7 +12,6 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +195,18 @@ def _envs(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _check_env(options: argparse.Namespace, rest: list[str]) -> int:
+    refuse(rest)
+    from .conformance import check
+
+    findings = check(options.env)
+    if options.json:
+        print(json.dumps([vars(finding) for finding in findings], indent=2))
+    for finding in () if options.json else findings:
+        print(f"ok      {finding.name}" if finding.problem is None else f"WRONG   {finding.name}: {finding.problem}")
+    return FAILED if any(finding.problem for finding in findings) else OK
+
+
 def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest)
     from .doctor import as_json, check_machine, report
@@ -293,6 +304,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         added.add_argument("--json", action="store_true", help="print JSON")
         if name == "envs":
             added.add_argument("suite", nargs="?", metavar="SUITE", help="list the envs of this suite of others")
+    checked = verb("check-env", _check_env, "check that an env keeps to what chat envs must", "ENV [--json]")
+    checked.add_argument("env", metavar="ENV", help="an id, or module:id")
+    checked.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
