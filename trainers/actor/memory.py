@@ -85,9 +85,10 @@ def describe(shape: Shape, plan: Plan, whole_gradient: bool = False) -> str:
     """One line of arithmetic: what a rank needs, in GiB."""
     needed, sizes = needs(shape, plan, whole_gradient), plan.sizes
     parts = " + ".join(f"{name} {amount / GIB:.2f}" for name, amount in needed.items())
+    experts = f", ep {sizes.ep}" if sizes.ep > 1 else ""
     return (f"{shape.parameters() / 1e9:.2f}B parameters on {sizes.world} ranks (dp {sizes.dp} × cp {sizes.cp} × tp "
-            f"{sizes.tp}), {plan.tokens:,} tokens a micro-batch, checkpointing {plan.checkpointing}; GiB a rank: "
-            f"{parts} = {sum(needed.values()) / GIB:.2f}")
+            f"{sizes.tp}{experts}), {plan.tokens:,} tokens a micro-batch, checkpointing {plan.checkpointing}; GiB a "
+            f"rank: {parts} = {sum(needed.values()) / GIB:.2f}")
 
 
 def fit(shape: Shape, plan: Plan, memory: float | None) -> bool:

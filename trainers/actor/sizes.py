@@ -4,7 +4,6 @@ World = data parallel × context parallel × tensor parallel, the last one inner
 context ranks; rows are dealt to data ranks alone. Importable without torch.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,7 +72,7 @@ class Shape:
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
         experts = next((config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts")
                         if config.get(name)), 0)
-        ffn = config["intermediate_size"]
+        ffn = config.get("intermediate_size") or 4 * hidden
         expert = config.get("moe_intermediate_size") or ffn
         first, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
         plain = set(config.get("mlp_only_layers") or ())
@@ -114,11 +113,8 @@ class Shape:
 
 
 def check_sizes(shape: Shape, sizes: Sizes) -> None:
-    """Raise ConfigError where the model cannot be cut like that."""
+    """Raise ConfigError where the model cannot be cut like that; `world` is a multiple of tp × cp."""
     tp, cp = sizes.tp, sizes.cp
-    if sizes.world % (tp * cp):
-        raise ConfigError(f"actor.world_size: {sizes.world} is no multiple of actor.tp × actor.cp = {tp} × {cp}; write "
-                          f"{math.ceil(sizes.world / (tp * cp)) * tp * cp} or smaller parts")
     if sizes.shards % sizes.ep:
         raise ConfigError(f"actor.ep: {sizes.ep} does not divide the {sizes.shards} ranks that shard parameters "
                           f"(actor.world_size / actor.tp); write a divisor of {sizes.shards}")

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from molt_gym.errors import ConfigError
 from molt_gym.trainers.actor import head
 from molt_gym.trainers.actor.admission import describe as describe_run
+from molt_gym.trainers.actor.attention import ATTENTION, Visible
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.memory import GIB, HEAD_CHUNK, Plan, activations, describe, fit, needs
@@ -57,6 +60,26 @@ def test_checkpointing_tp_and_cp_leave_fewer_activations() -> None:
     assert half["activations"] == whole["activations"] / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_about_what_autograd_keeps(dtype: torch.dtype) -> None:
+    config = Qwen3Config(vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, head_dim=64,
+                         num_attention_heads=4, num_key_value_heads=2, attn_implementation=ATTENTION)
+    model, tokens = Qwen3ForCausalLM(config).to(dtype).eval(), 512
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), position_ids=torch.arange(tokens)[None],
+                    use_cache=False, visible=Visible(torch.full((tokens,), tokens)))
+    found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own) / tokens
+    assert found == pytest.approx(activations(Shape.of(config.to_dict()), Plan(Sizes(), 1, compute=dtype.itemsize)),
+                                  rel=0.15)
+
+
 def test_frozen_models_a_critic_and_adapters_change_what_is_needed() -> None:
     plan = Plan(Sizes(), 2048)
     needed = needs(DENSE, replace(plan, frozen=1, trained=2, share=0.01))
@@ -82,7 +105,7 @@ def test_the_same_options_take_700b_on_as_many_devices_as_it_needs() -> None:
     plan = Plan(Sizes(128, ep=32), 8192, "full")
     # There is room for it, but not for a whole gradient on each rank.
     assert fit(SPARSE, plan, H200) is False
-    assert "671.03B parameters on 128 ranks" in describe(SPARSE, plan)
+    assert "671.03B parameters on 128 ranks (dp 128 × cp 1 × tp 1, ep 32)" in describe(SPARSE, plan)
 
 
 def test_an_actor_is_refused_before_its_ranks_are_started(spec: Callable[..., ActorSpec]) -> None:

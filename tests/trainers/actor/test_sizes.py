@@ -48,7 +48,6 @@ def test_rows_are_dealt_to_what_tensor_and_context_parallelism_leave() -> None:
 
 
 @pytest.mark.parametrize(("config", "sizes", "words"), [
-    (QWEN3_4B, Sizes(6, tp=4), ["actor.world_size: 6", "actor.tp × actor.cp = 4 × 1", "write 8"]),
     (QWEN3_4B, Sizes(16, tp=16), ["actor.tp: 16", "8 key-value heads", "divisor of 8"]),
     (QWEN3_4B, Sizes(12, tp=4, cp=3), ["actor.tp × actor.cp: 12", "32 attention heads"]),
     (LLAMA_8B | {"num_attention_heads": 24, "num_key_value_heads": 8}, Sizes(3, cp=3), ["actor.cp: 3", "8 key-value"]),
