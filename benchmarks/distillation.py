@@ -18,16 +18,18 @@ from transformers import AutoModelForCausalLM
 
 import molt_gym
 from molt_gym.trainers.models import resolve_model
+from molt_gym.trainers.session import env_preset
 
 QUIET: dict[str, Any] = {"checkpoint.every": 0, "eval.before": False}
 
 
 @torch.no_grad()
 def divergence(env: str, student: str | Path, teacher: str | Path, episodes: int, seed: int) -> float:
-    """KL(student ‖ teacher) in nats per token that the student samples in the test split of `env`."""
+    """KL(student ‖ teacher) in nats per token that the student, a tiny model, samples in the test split of `env`."""
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student, teacher)]
     parts = []
-    for trajectory in molt_gym.rollout(env, student, episodes, seed=seed, env_kwargs={"split": "test"}):
+    for trajectory in molt_gym.rollout(env, student, episodes, seed=seed, config=env_preset(env, "tiny"),
+                                       env_kwargs__split="test"):
         for row in trajectory.rows:
             before = [place - 1 for place, bit in enumerate(row.mask) if bit]
             ours, theirs = (model(torch.tensor([row.ids])).logits[0, before].log_softmax(-1) for model in models)
@@ -43,23 +45,15 @@ def solved(result: Any) -> list[float]:
 def run(env: str, seed: int, options: argparse.Namespace, folder: Path) -> str:
     """Train a teacher, distil it, and say what came of it in a line of the table."""
     student = resolve_model("tiny", env=env, seed=seed).path
-    teacher = molt_gym.train(env, student, out=folder / "teacher", steps=options.teacher_steps, seed=seed, **tiny(),
-                             **QUIET)
+    teacher = molt_gym.train(env, "tiny", out=folder / "teacher", steps=options.teacher_steps, seed=seed, **QUIET)
     path = teacher.run_dir / "model"
     before = divergence(env, student, path, options.episodes, seed)
-    result = molt_gym.distill(env, student, path, out=folder / "student", steps=options.steps, seed=seed, **tiny(),
+    result = molt_gym.distill(env, "tiny", path, out=folder / "student", steps=options.steps, seed=seed,
                               **QUIET | {"eval.before": True})
     after = divergence(env, result.run_dir / "model", path, options.episodes, seed)
     scores = solved(result)
     return (f"| {env} | {seed} | {before:.4f} → {after:.4f} | {after / before:.3f} | {scores[0]:.3f} → "
             f"{scores[-1]:.3f} | {solved(teacher)[-1]:.3f} |")
-
-
-def tiny() -> dict[str, Any]:
-    """The settings that go with the name tiny, which a folder does not have."""
-    from molt_gym.trainers.models import PRESETS
-
-    return {name: value for name, value in PRESETS["tiny"].items() if name != "steps"}
 
 
 def main(options: argparse.Namespace) -> None:
@@ -71,19 +65,24 @@ def main(options: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 lines.append(run(env, seed, options, Path(folder)))
             print(lines[-1], flush=True)
-    if options.result:
-        from rollout_in_training import describe
+            if options.result:
+                write(options.result, lines)
 
-        command = shlex.join(["python", "benchmarks/distillation.py", *sys.argv[1:]])
-        text = "\n".join(["# On-policy distillation", "", describe(), "", "```", command, "```", "", *lines])
-        (Path(__file__).resolve().parent / "results" / f"{options.result}.md").write_text(text + "\n")
+
+def write(name: str, lines: list[str]) -> None:
+    """The table as it is by now."""
+    from rollout_in_training import describe
+
+    command = shlex.join(["python", "benchmarks/distillation.py", *sys.argv[1:]])
+    text = "\n".join(["# On-policy distillation", "", describe(), "", "```", command, "```", "", *lines])
+    (Path(__file__).resolve().parent / "results" / f"{name}.md").write_text(text + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--envs", nargs="+", default=["CodeExec-v0", "ToolUse-v0"])
+    parser.add_argument("--envs", nargs="+", default=["CodeExec-v0"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--teacher-steps", type=int, default=20)
+    parser.add_argument("--teacher-steps", type=int, default=12)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--result", help="name of a file in benchmarks/results")

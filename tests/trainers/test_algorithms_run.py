@@ -52,7 +52,7 @@ def test_without_a_target_the_coefficient_is_that_of_the_options_also_after_a_re
 ) -> None:
     train(tmp_path / "run", steps=2, **STEERED)
     config = (tmp_path / "run" / "config.toml")
-    config.write_text("\n".join(line for line in config.read_text().splitlines() if not line.startswith("target")))
+    config.write_text("\n".join(line for line in config.read_text().splitlines() if not line.startswith("target = ")))
     lines = steps_of(train(tmp_path / "run", steps=3))
     assert [line["policy/kl_coefficient"] for line in lines] == pytest.approx([0.1, 0.09, 0.1])
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import molt_gym
 from molt_gym.errors import RunFailed
+from molt_gym.images import ImageSpan
 from molt_gym.tokens import Renderer
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
@@ -88,6 +90,9 @@ def scored(folders: tuple[Path, Path], tiny_path: Path) -> Iterator[list[TrainRo
         teacher = TeacherEngine(settings(folders[1], "vllm"), str(folders[1]), renderer)
         try:
             assert (await asyncio.wait_for(teacher.score(rows[:2]), WAIT)).keys() == {"time/teacher"}
+            seen = replace(rows[1], images=[ImageSpan(0, 1, "data:,")])
+            with pytest.raises(RunFailed, match="has images, .* write algorithm.teacher_engine = 'actor'"):
+                await teacher.score([seen])
             kill(teacher)
             await asyncio.wait_for(teacher.score(rows[2:]), WAIT)
             kill(teacher)
