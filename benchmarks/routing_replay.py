@@ -37,7 +37,7 @@ from molt_gym.trainers.rollout.vllm_engine import VllmEngine
 
 SHAPES = {
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4),
+                 num_key_value_heads=2, head_dim=32, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4),
     "small": dict(vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12,
                   num_attention_heads=16, num_key_value_heads=4, head_dim=64, moe_intermediate_size=512,
                   num_experts=64, num_experts_per_tok=8),
@@ -89,7 +89,7 @@ def train_row(number: int, prompt: list[int], reply: Generation) -> TrainRow:
 def measure(path: Path, rows: Sequence[TrainRow], ranks: int, ep: int) -> dict[bool, torch.Tensor]:
     """Absolute differences of log-probabilities of all sampled tokens, without replay and with it."""
     config = load_config("Any-v0", overrides={
-        "actor.world_size": ranks, "actor.ep": ep, "actor.micro_batch_tokens": 4096, "rollout.group_size": ranks})
+        "actor.world_size": ranks, "actor.ep": ep, "actor.micro_batch_tokens": 4096})
     actor = LocalActor(ActorSpec(str(path), config, torch.bfloat16, 1))
     sampled = torch.tensor([value for row in rows for value in row.behaviour])
     try:
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--new", type=int, default=64, help="tokens of a reply")
-    parser.add_argument("--noise", type=float, default=0.3, help="standard deviations on the trainer's routers")
+    parser.add_argument("--noise", type=float, default=0.05, help="standard deviations on the trainer's routers")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     options = parser.parse_args()
