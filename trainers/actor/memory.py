@@ -48,6 +48,9 @@ def needs(shape: Shape, plan: Plan, whole_gradient: bool = False) -> dict[str, f
     layer = max(shape.layer(sparse, sizes.tp, sizes.ep) for sparse in (False, True)
                 if (shape.layers > shape.dense if sparse else shape.dense))
     gathered = outer + 2 * layer if sizes.shards > 1 else used
+    tokens, again = plan.tokens / sizes.cp, max(_kept(shape, plan, "none").values())
+    again *= plan.checkpointing != "none"
+    logits = (min(HEAD_CHUNK, tokens) * (MASTER + 2 * compute) + shape.hidden * MASTER * plan.share) * shape.vocab
     needed = {
         "parameters": MASTER * own * plan.trained,
         "gathered weights": compute * gathered,
@@ -55,30 +58,36 @@ def needs(shape: Shape, plan: Plan, whole_gradient: bool = False) -> dict[str, f
                                    + (MASTER * used if whole_gradient and sizes.shards > 1 else 0)),
         "optimizer": 0.0 if plan.offload else plan.share * plan.optimizer * own * plan.trained,
         "frozen models": compute * own * plan.frozen,
-        "activations": plan.tokens / sizes.cp * activations(shape, plan),
-        "logits": min(HEAD_CHUNK, plan.tokens / sizes.cp) * shape.vocab * (3 * MASTER + compute)
-        + shape.vocab * shape.hidden * MASTER * plan.share,
+        "activations": tokens * activations(shape, plan),
+        "logits, or a layer again": max(logits, tokens * again),
     }
     return {name: amount for name, amount in needed.items() if amount}
 
 
 def activations(shape: Shape, plan: Plan) -> float:
     """Bytes that a token leaves behind for the backward pass, in all layers."""
+    counts = {False: shape.dense, True: shape.layers - shape.dense}
+    return sum(bytes_ * counts[sparse] for sparse, bytes_ in _kept(shape, plan, plan.checkpointing).items())
+
+
+def _kept(shape: Shape, plan: Plan, checkpointing: str) -> dict[bool, float]:
+    """Of a token in a layer, by whether that has experts."""
     tp, compute, hidden = plan.sizes.tp, plan.compute, shape.hidden
     heads, groups = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
     width = {False: shape.ffn / tp, True: shape.shared / tp + shape.top_k * shape.expert}
-    layers = {False: shape.dense, True: shape.layers - shape.dense}
-    kept: dict[str, dict[bool, float]] = {"none": {}, "selective": {}, "full": {}}
-    for sparse in layers:
+    kept = {}
+    for sparse in (False, True):
+        if not (shape.layers - shape.dense if sparse else shape.dense):
+            continue
         moved = shape.top_k * hidden if sparse else 0
         # Two norms keep their input in float32 and its normalised form; so do those of queries and keys.
         norms = 2 * hidden * (MASTER + compute) + (heads + groups) * (MASTER + compute)
-        kept["none"][sparse] = norms + compute * (2 * hidden + 2 * heads + 2 * groups + 4 * width[sparse] + 2 * moved)
-        kept["selective"][sparse] = compute * (3 * hidden + 2 * heads + 2 * groups + 2 * width[sparse] + moved)
-        kept["full"][sparse] = compute * hidden
-    once = max(kept["none"][sparse] for sparse, count in layers.items() if count)
-    stored = sum(kept[plan.checkpointing][sparse] * count for sparse, count in layers.items())
-    return stored + (0 if plan.checkpointing == "none" else once)
+        kept[sparse] = {
+            "none": norms + compute * (2 * hidden + 2 * heads + 2 * groups + 4 * width[sparse] + 2 * moved),
+            "selective": compute * (3 * hidden + 2 * heads + 2 * groups + 2 * width[sparse] + moved),
+            "full": compute * hidden,
+        }[checkpointing]
+    return kept
 
 
 def describe(shape: Shape, plan: Plan, whole_gradient: bool = False) -> str:
