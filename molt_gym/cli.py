@@ -207,6 +207,17 @@ def _check_env(options: argparse.Namespace, rest: list[str]) -> int:
     return FAILED if any(finding.problem for finding in findings) else OK
 
 
+def _new(options: argparse.Namespace, rest: list[str]) -> int:
+    refuse(rest)
+    from .scaffold import create
+
+    folder = Path(options.out or options.name)
+    for path in create(options.kind, options.name, folder):
+        print(path)
+    print(f"next: pip install -e {folder}; its README.md says what then")
+    return OK
+
+
 def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest)
     from .doctor import as_json, check_machine, report
@@ -307,6 +318,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     checked = verb("check-env", _check_env, "check that an env keeps to what chat envs must", "ENV [--json]")
     checked.add_argument("env", metavar="ENV", help="an id, or module:id")
     checked.add_argument("--json", action="store_true", help="print JSON")
+    for kind, what in (("env", "an env"), ("agent", "an agent")):
+        new = verb(f"new-{kind}", _new, f"write a small package with {what} of your own", "NAME [--out DIR]")
+        new.add_argument("name", metavar="NAME", help="such as Larger; the id is then Larger-v0")
+        new.add_argument("--out", metavar="DIR", help="a new folder; without it, NAME")
+        new.set_defaults(kind=kind)
     return parser
 
 
