@@ -56,8 +56,8 @@ def test_a_run_leaves_adapters_and_a_model_with_them_and_its_default_rate_is_rai
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_adapters_of_a_tiny_model_learn_to_write_code(tmp_path: Path) -> None:
-    result = molt_gym.train("CodeExec-v0", "tiny", out=tmp_path / "run", steps=6, engine="vllm", seed=1,
-                            rollout__dtype="float32", eval__episodes=32, actor__lora__rank=8)
+    result = molt_gym.train("CodeExec-v0", "tiny", out=tmp_path / "run", steps=5, engine="vllm", seed=1,
+                            rollout__dtype="float32", eval__episodes=24, actor__lora__rank=8)
     scores = [line["eval/CodeExec-v0/pass_at_1"] for line in result.metrics if "eval/when" in line]
     assert scores[-1] - scores[0] >= 0.25
     assert all(line["mismatch/abs_diff_mean"] < 1e-5 for line in result.metrics if "time/step" in line)
