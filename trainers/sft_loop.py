@@ -140,8 +140,8 @@ class SftLoop:
         self.step += 1
         metrics = {"step": self.step, "epoch": epoch, "train/loss": found["policy/loss"], "train/tokens": tokens,
                    "train/conversations": len(examples), "policy/entropy": found["policy/entropy"],
-                   **{name: value for name, value in found.items() if name.startswith("optim/")},
-                   "time/step": seconds, "perf/train_tokens_per_s": tokens / seconds}
+                   **{name: value for name, value in found.items() if name.startswith(("optim/", "perf/"))},
+                   "time/step": seconds}
         self.run_dir.append_metrics(metrics)
         self.whole = True
         loss, rate = number(metrics["train/loss"]), metrics["optim/lr"]
