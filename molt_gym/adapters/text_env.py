@@ -26,6 +26,8 @@ Parse = Callable[[gym.Env, str], Any]
 OPTIONS = ("describe", "parse", "instructions", "illegal_limit")
 """Arguments of `TextEnv` that do not belong to the env within."""
 _ENTRY = f"{__name__}:TextEnv"
+_DESCRIBERS = {"minigrid": "molt_gym.adapters.minigrid:describe"}
+"""For envs of these packages, what tells their observations unless the user does."""
 
 
 class TextEnv(ChatEnv):
@@ -58,7 +60,9 @@ class TextEnv(ChatEnv):
         if isinstance(illegal_limit, bool) or not isinstance(illegal_limit, int) or illegal_limit < 1:
             raise ConfigError(f"illegal_limit: {illegal_limit!r}; write an integer from 1 on")
         self.env = _make(env, kwargs)
-        self._describe, self._parse = _function(describe, "describe"), _function(parse, "parse")
+        package = type(self.env.unwrapped).__module__.partition(".")[0]
+        self._describe = _function(describe or _DESCRIBERS.get(package), "describe")
+        self._parse = _function(parse, "parse")
         if not self._parse and not is_small(self.env.action_space):
             self.env.close()
             raise NotAChatEnv(f"{_id(env)}: its actions are {self.env.action_space!r:.200}, which a reply can hardly "
