@@ -90,6 +90,11 @@ class Checkpoints:
         self.settle()
         return self._writing.result()
 
+    @property
+    def written(self) -> bool:
+        """Whether none is being written."""
+        return self._writing is None or self._writing.done()
+
     def settle(self) -> None:
         """Wait for what is being written, whatever becomes of it."""
         if self._writing is not None:

@@ -120,6 +120,9 @@ class Loop:
                     return await self._run(finish)
                 except ActorLost as error:
                     self.losses.append(str(error))
+                    self.whole = False
+                    # Before anything waits for what it was writing.
+                    await self._end_actor()
         except BaseException as error:
             await self._stop()
             interrupted = isinstance(error, asyncio.CancelledError)
@@ -134,8 +137,7 @@ class Loop:
         """End the actor and what is in flight."""
         await self._stop()
         await asyncio.to_thread(self.checkpoints.settle)
-        if self.actor is not None:
-            await asyncio.to_thread(self.actor.close)
+        await self._end_actor()
         gc.unfreeze()
 
     async def _run(self, finish: Callable[[Path], None]) -> Path:
@@ -285,6 +287,11 @@ class Loop:
         await self.evaluations.cancel()
         await self.pool.close()
 
+    async def _end_actor(self) -> None:
+        actor, self.actor = self.actor, None
+        if actor is not None:
+            await asyncio.to_thread(actor.close)
+
     def _make_actor(self) -> None:
         gc.unfreeze()
         self.actor = None
@@ -295,7 +302,6 @@ class Loop:
         gc.freeze()
 
     async def _replace_actor(self) -> None:
-        self.whole = False
         most, causes = self.config.failures.actor_restarts, "\n".join(dict.fromkeys(self.losses))
         if len(self.losses) > most:
             raise RunFailed(f"the actor was lost {len(self.losses)} times, more than failures.actor_restarts = {most} "

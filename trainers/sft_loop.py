@@ -199,6 +199,7 @@ class SftLoop:
 
     def _try_save(self) -> str:
         """Where the state was saved, or why not."""
+        self.checkpoints.settle()
         if not self.whole:
             return "not saved, as it was in the middle of a step"
         try:
