@@ -19,7 +19,7 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="session")
 def vision_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`vision_path("qwen3_vl" or "qwen2_5_vl")`: folder of a random model that sees, with a tokenizer of 300 entries.
+    """`vision_path("qwen3_vl")`: folder of a random model of this kind that sees, with a tokenizer of 300 entries.
 
     Its images have tokens of 16 x 16 pixels, from 1 to 16 of them. Weights are larger than a real model's, so that
     every token depends on the whole context before it; heads are as large as vLLM wants on CPUs.
@@ -34,12 +34,13 @@ def vision_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         path = tmp_path_factory.mktemp(kind)
         tokenizer = _tokenizer()
         tokenizer.save_pretrained(path)
-        newest = kind == "qwen3_vl"
+        newest, experts = kind.startswith("qwen3_vl"), kind.endswith("_moe")
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
         text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
                 "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
                 "initializer_range": 0.3, "rope_parameters": rope | ({"mrope_interleaved": True} if newest else {}),
                 "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": newest}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if experts else {}
         vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 8,
                   "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "initializer_range": 0.3}
         vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]} if newest else {

@@ -67,8 +67,9 @@ def test_recorded_pictures_and_chats_with_pictures_can_be_learnt_from(played, pa
 
 def test_a_row_that_is_cut_never_ends_within_an_image(path, picture):
     renderer = load_renderer(path, load_config("Any-v0"))
-    rows = [{"messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "a"},
-                          {"role": "user", "content": [picture("red", 64, 64)]}, {"role": "assistant", "content": "b"}]}]
+    shown = {"role": "user", "content": [picture("red", 64, 64)]}
+    rows = [{"messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "a"}, shown,
+                          {"role": "assistant", "content": "b"}]}]
     whole = load_examples(rows, load_settings(SftConfig, {}), renderer, 200, Counter())[0].rows[0]
     (image,) = whole.images
     cut = load_settings(SftConfig, {}, overrides={"too_long": "cut"})

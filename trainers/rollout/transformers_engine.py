@@ -11,20 +11,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig
 
-from molt_gym.images import ImageSpan, keyed
+from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Renderer
-from molt_gym.tokens.vision import Vision
 
 from ..architecture import attention_of, check_architecture, decoder_of, model_class
-from ..vision_inputs import decoder_inputs, pictures, rope_positions, see
+from ..vision_inputs import decoder_inputs, pictures, see
+from .decoding import Decoding
 from .engine import Request, image_refusal, refusal
 from .kv_cache import ATTENTION, SlotCache
 from .prefix_cache import PrefixCache
@@ -36,63 +34,6 @@ PREFIX_TOKENS = 8192
 """Positions of finished sequences that are kept for their next turn."""
 PAUSE_TIMEOUT = 120.0
 """Seconds that the step in progress may take to end."""
-
-
-class _Sequence:
-    """A request being decoded; `reusable` until the weights change or the prefix cache is reset."""
-
-    def __init__(
-        self, request: Request, future: Future, stop_ids: Iterable[int], max_context: int, vision: Vision | None
-    ) -> None:
-        self.request, self.future, self._vision = request, future, vision
-        self.ids = list(request.ids)
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.tops: list[np.ndarray] = []
-        self.reusable = True
-        self.stop_ids = frozenset(stop_ids) | frozenset(request.sampling.stop_token_ids)
-        self.room = min(request.sampling.max_tokens, max_context - len(request.ids))
-        self._random = np.random.default_rng(request.sampling.seed)
-
-    @property
-    def keys(self) -> list[int]:
-        """The ids, in which images are told apart."""
-        prompt = len(self.request.ids)
-        return keyed(self.request.ids, self.request.images) + self.ids[prompt:] if self.request.images else self.ids
-
-    @cached_property
-    def _positions(self) -> torch.Tensor:
-        return rope_positions(len(self.request.ids), self.request.images, self._vision)
-
-    def positions(self, start: int, end: int) -> torch.Tensor:
-        """[3, end - start] of the tokens from `start` on, in a model that sees."""
-        prompt = self._positions
-        behind = torch.arange(max(start, prompt.shape[1]), end) + int(prompt.max()) + 1 - prompt.shape[1]
-        return torch.cat([prompt[:, start:end], behind.expand(3, -1)], 1)
-
-    def uniform(self) -> float:
-        return self._random.random()
-
-    def add(self, token: int, logprob: float, top: np.ndarray | None, version: int) -> None:
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if top is not None:
-            self.tops.append(top)
-
-    def finish_reason(self, renderer: Renderer) -> str | None:
-        if self.ids[-1] in self.stop_ids:
-            return "stop"
-        stops = self.request.sampling.stop
-        if stops:
-            text = renderer.decode(self.ids[len(self.request.ids) :])
-            if any(stop in text for stop in stops):
-                return "stop"
-        return "length" if len(self.logprobs) >= self.room else None
-
-    def generation(self, reason: str) -> Generation:
-        return Generation(self.ids[len(self.request.ids) :], self.logprobs, self.versions, reason,
-                          top=np.stack(self.tops) if self.tops else None)
 
 
 class TransformersEngine:
@@ -130,8 +71,8 @@ class TransformersEngine:
         self._prefixes = PrefixCache(PREFIX_TOKENS)
         self._max_sequences = max_sequences
         self.max_context, self.version, self.busy_seconds = max_context, 0, 0.0
-        self._queue: deque[_Sequence] = deque()
-        self._batch: list[_Sequence] = []
+        self._queue: deque[Decoding] = deque()
+        self._batch: list[Decoding] = []
         self._state = threading.Condition()
         self._resting, self._paused, self._forget = True, False, False
         self._ended: Exception | None = None
@@ -148,7 +89,7 @@ class TransformersEngine:
                         refusal(request.ids, vocabulary, self.max_context) or image_refusal(request, self._vision)):
                     future.set_exception(error)
                 else:
-                    self._queue.append(_Sequence(request, future, self._renderer.stop_token_ids, self.max_context,
+                    self._queue.append(Decoding(request, future, self._renderer.stop_token_ids, self.max_context,
                                                  self._vision))
             self._state.notify_all()
         return [asyncio.wrap_future(future) for future in futures]
@@ -283,7 +224,7 @@ class TransformersEngine:
         return logits
 
     def _forward(
-        self, slots: torch.Tensor, sequences: list[_Sequence], past: list[int], *, first: bool
+        self, slots: torch.Tensor, sequences: list[Decoding], past: list[int], *, first: bool
     ) -> torch.Tensor:
         """Logits [B, V] after the last token of each sequence, of which `past` tokens are in the cache."""
         new = [sequence.ids[start:] for sequence, start in zip(sequences, past, strict=True)]
@@ -300,7 +241,7 @@ class TransformersEngine:
             **inputs, attention_mask=mask[:, None], past_key_values=self._cache, use_cache=True).last_hidden_state
         return self._model.get_output_embeddings()(hidden[torch.arange(len(new), device=self._device), lengths - 1])
 
-    def _images(self, sequences: list[_Sequence], past: list[int], ids: torch.Tensor) -> dict[str, Any]:
+    def _images(self, sequences: list[Decoding], past: list[int], ids: torch.Tensor) -> dict[str, Any]:
         """Other arguments of the decoder for ids [B, T], where sequences have images."""
         if not any(sequence.request.images for sequence in sequences):
             return {}
@@ -319,7 +260,7 @@ class TransformersEngine:
             inputs |= {"input_ids": None} | decoder_inputs(self._model, ids, shown.to(self._device), seen)
         return inputs
 
-    def _sample(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
+    def _sample(self, sequences: list[Decoding], logits: torch.Tensor) -> None:
         samplings = [sequence.request.sampling for sequence in sequences]
         drawn = sample(logits, samplings, [sequence.uniform() for sequence in sequences])
         for sequence, token, logprob, top in zip(sequences, *drawn, strict=True):
@@ -334,7 +275,7 @@ class TransformersEngine:
                 continue
             if sequence.reusable:
                 # The last token was never fed to the model, so the cache ends before it.
-                self._prefixes.put(sequence.ids[:-1], self._cache.save(slot, len(sequence.ids) - 1))
+                self._prefixes.put(sequence.keys[:-1], self._cache.save(slot, len(sequence.ids) - 1))
             self._remove(slot)
             if sequence.future.set_running_or_notify_cancel():
                 sequence.future.set_result(sequence.generation(reason))

@@ -33,9 +33,9 @@ def row_of(vision, rng, uris, number, group, *, prompt=None):
                     images=images)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module")
 def path(request, vision_path):
-    return vision_path(request.param)
+    return vision_path(getattr(request, "param", "qwen3_vl"))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,8 @@ def test_what_rows_share_is_computed_once_and_equal_ids_of_other_images_are_not_
     assert ImageBatch.of([build_trie(rows[6:])], len(rows[6].ids), vision, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("tokens", [2000, 1], ids=["packed", "alone"])
+@pytest.mark.parametrize(("path", "tokens"), [
+    ("qwen3_vl", 2000), ("qwen3_vl", 1), ("qwen2_5_vl", 2000), ("qwen3_vl_moe", 2000)], indirect=["path"])
 def test_log_probabilities_are_transformers_own(path, spec, rows, vision, model, tokens):
     actor = LocalActor(spec(path, actor__micro_batch_tokens=tokens, actor__logprob_micro_batch_tokens=tokens))
     try:
@@ -99,11 +100,10 @@ def test_log_probabilities_are_transformers_own(path, spec, rows, vision, model,
         actor.close()
 
 
-@pytest.mark.parametrize(("freeze", "ranks"), [(True, 1), (False, 1), pytest.param(
-    False, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("path", "freeze", "ranks"), [
+    ("qwen3_vl", True, 1), ("qwen3_vl", False, 1), pytest.param("qwen3_vl", False, 2, marks=pytest.mark.slow),
+    ("qwen2_5_vl", False, 1), ("qwen3_vl_moe", False, 1)], indirect=["path"])
 def test_an_update_is_that_of_each_row_by_itself(path, spec, rows, vision, model, weights_of, freeze, ranks):
-    if ranks > 1 and "qwen3" not in path.name:
-        pytest.skip("one kind is enough")
     actor = LocalActor(spec(path, actor__freeze_vision=freeze, actor__world_size=ranks, actor__lr=1e-2,
                             actor__micro_batch_tokens=60))
     try:

@@ -16,7 +16,7 @@ from molt_gym.trainers.vision_inputs import pictures, rope_positions
 PAD = 5
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
 def path(request, vision_path):
     return vision_path(request.param)
 

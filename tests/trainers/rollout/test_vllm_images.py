@@ -75,9 +75,9 @@ async def test_vllm_the_engine_on_transformers_and_the_actor_agree_also_after_an
         for number, row in enumerate(trained):
             row.advantage = 1.0 - number
         actor.train([trained])
-        before = AutoModelForImageTextToText.from_pretrained(path).get_parameter("model.visual.merger.linear_fc2.weight")
-        after = dict(actor.weights())["model.visual.merger.linear_fc2.weight"]
-        assert not torch.allclose(before, after, atol=1e-3), "the tower has learnt"
+        name = "model.visual.merger.linear_fc2.weight"
+        before = AutoModelForImageTextToText.from_pretrained(path).get_parameter(name)
+        assert not torch.allclose(before, dict(actor.weights())[name], atol=1e-3), "the tower has learnt"
         for one in (engine, other):
             await one.pause()
             await one.update_weights(actor.weights(), 1)
