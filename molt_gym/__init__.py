@@ -204,7 +204,7 @@ def evaluate(
 
     Args:
         env: an env id, or several.
-        model: as for `train`, or anything that `as_policy` takes.
+        model: as for `train`, a checkpoint, a run's folder, or anything that `as_policy` takes.
         episodes: how many tasks.
         k: how many attempts at each task, or the k of several pass@k, of which the largest is how many.
         seed: fixes tasks and sampling.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from zlib import crc32
 
@@ -16,12 +17,15 @@ from molt_gym.errors import ConfigError
 from molt_gym.policy import EndpointPolicy, Policy, PolicyFunction, as_policy
 
 from .api import Settings, configure, load, open_sampler
+from .checkpoint import STATE
 from .config import Config, EvalConfig
 from .eval_log import EvalDir, EvalLog
 from .evaluate import EvalResult
+from .export import export, find_checkpoint
 from .interrupts import run
 from .models import ResolvedModel
 from .progress import make_progress
+from .run_dir import holds_run
 from .session import Sampler, env_maker, env_preset, evaluate_with, merge, policy_runner
 
 
@@ -63,8 +67,11 @@ def evaluate(
     who: Any = model if endpoint is None and endpoint_model is None else _endpoint(model, endpoint, endpoint_model)
     given = {"eval.episodes": episodes, "eval.k": max(sizes), "seed": seed, **overrides}
     with ExitStack() as stack:
+        saved = None
+        if isinstance(who, str | os.PathLike) and (saved := _checkpoint(Path(who))) is not None:
+            who = export(saved, Path(stack.enter_context(TemporaryDirectory(prefix="molt-gym-")), "model"))
         folder = stack.enter_context(EvalDir(out)) if out is not None else None
-        parts = [_part(name, who, config, given, folder) for name in ids]
+        parts = [_part(name, who, saved, config, given, folder) for name in ids]
         results = run(_play(parts, sizes))
     return results[0] if isinstance(env, str) else dict(zip(ids, results, strict=True))
 
@@ -79,14 +86,23 @@ def _endpoint(model: Any, url: str | None, name: str | None) -> _Endpoint:
     return _Endpoint(url, name)
 
 
-def _part(env: str, who: Any, config: Settings, given: Mapping[str, Any], folder: EvalDir | None) -> _Part:
+def _checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a folder is, or of a run the newest; None for another folder, or a name."""
+    return find_checkpoint(path, None) if (path / STATE).is_file() or holds_run(path) else None
+
+
+def _part(
+    env: str, who: Any, saved: Path | None, config: Settings, given: Mapping[str, Any], folder: EvalDir | None
+) -> _Part:
+    """saved: the checkpoint whose model `who` is."""
     # Greedy attempts are all the same.
     default = {"eval": {"temperature": float(given["eval.k"] > 1)}}
     player: ResolvedModel | Policy
     if who is None or isinstance(who, str | os.PathLike):
         with make_progress() as progress:
             settings, player = configure(env, who, config, given, progress, default=default)
-        told: dict[str, Any] = {"model": str(player.path.absolute()), "weights": _fingerprint(player.path)}
+        source = saved or player.path
+        told: dict[str, Any] = {"model": str(source.absolute()), "weights": _fingerprint(source)}
     else:
         settings = load(env, None, config, given, preset=merge(default, env_preset(env, "")))
         player = endpoint_policy(who, settings) if isinstance(who, _Endpoint) else as_policy(who)
@@ -112,8 +128,9 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> int:
-    """Differs where the files of a model folder were written again."""
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.glob("*.safetensors"))]
+    """Differs where the files of a model folder, or of a checkpoint, were written again."""
+    found = sorted(file for file in path.rglob("*") if file.suffix in (".safetensors", ".distcp"))
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in found]
     return crc32(repr(files).encode())
 
 

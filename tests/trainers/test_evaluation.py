@@ -181,6 +181,18 @@ def test_an_evaluation_goes_on_with_the_tasks_that_it_lacks(toys: Path, tiny_pat
         molt_gym.evaluate(COIN, tiny_path, episodes=5, seed=3, **options)
 
 
+def test_a_checkpoint_and_a_run_are_evaluated_as_the_model_that_the_run_left(train: Any, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", actor__lr=0.05).run_dir
+    options = {"episodes": 6, **SMALL}
+    expected = molt_gym.evaluate(LETTERS, run / "model", **options).tasks
+    assert molt_gym.evaluate(LETTERS, str(run), **options).tasks == expected
+    checkpoint = run / "checkpoints" / "step-000002"
+    for played in (6, 0):
+        result = molt_gym.evaluate(LETTERS, checkpoint, out=tmp_path / "out", **options)
+        assert result.tasks == expected and len(result.trajectories) == played
+    assert json.loads((tmp_path / "out" / "toy_envs-Letters-v0.json").read_text())["model"] == str(checkpoint)
+
+
 def test_a_task_whose_attempt_failed_is_played_again(toys: Path, tmp_path: Path) -> None:
     broken = [True]
 
