@@ -167,9 +167,8 @@ def train(folder: Path, number: int, settings: dict[str, Any], steps: int, optio
 
 
 def kill_a_rank(out: Path) -> None:
-    """Once three steps are written."""
-    metrics = out / "metrics.jsonl"
-    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 3:
+    """Once there is a checkpoint to go on from."""
+    while not list(out.glob("checkpoints/step-*/manifest.json")):
         time.sleep(0.1)
     ranks = [child for child in psutil.Process().children(recursive=True) if "ray::Rank" in " ".join(child.cmdline())]
     ranks[-1].send_signal(signal.SIGKILL)
