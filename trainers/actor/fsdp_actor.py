@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from molt_gym.errors import ConfigError
 from molt_gym.images import ImageSpan
 from molt_gym.tokens.vision import Vision
 
@@ -74,6 +75,9 @@ class FsdpActor:
         self._learner = Trained(load(spec.path, seed=self._config.seed), self._config.actor, spec.total_updates,
                                 spec.path if lora else None)
         self._policy = self._learner.policy
+        if self._config.rollout.routed_experts and not self._policy.routing.routers:
+            raise ConfigError(f"rollout.routed_experts: true, but {type(self._policy.model).__name__} has no routers "
+                              "that can replay them; write false")
         self._critic = Trained(load(spec.path, critic=True), self._config.actor.model_copy(
             update={"lr": critic.lr, "lr_groups": {}}),
                                spec.total_updates) if self._scoring.critic else None

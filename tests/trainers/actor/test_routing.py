@@ -19,9 +19,10 @@ from transformers import (
 )
 
 from molt_gym.errors import ConfigError
+from molt_gym.tokens import Row, RowRef
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
-from molt_gym.trainers.actor.packing import TrainRow, build_trie, collate
+from molt_gym.trainers.actor.packing import TrainRow, build_trie, collate, train_row
 from molt_gym.trainers.actor.routing import Routing
 
 VOCAB, LAYERS, EXPERTS, TOP_K, TOKENS = 24, 3, 8, 2, 12
@@ -155,6 +156,12 @@ def test_tokens_that_rows_share_have_the_experts_of_the_first_that_knows():
     assert collate([build_trie([row([1, 2], None)])], torch.device("cpu")).experts is None
 
 
+def test_rows_that_lie_elsewhere_bring_their_experts_along():
+    kept = Row([1, 2], [0, 1], [0.0, -1.0], [-1, 0], np.array([[[3]], [[-1]]], np.int16))
+    remote = train_row(RowRef("source", 0, kept.stats), 1.0, 1.0, 0, 0)
+    assert remote.fetched([kept]).experts is train_row(kept, 1.0, 1.0, 0, 0).experts is kept.experts
+
+
 @pytest.fixture(scope="module")
 def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("moe")
@@ -232,8 +239,12 @@ def test_a_frozen_router_stays_as_it_is_and_has_no_optimizer_state(actor, rows, 
     assert [name for name in saved if name.startswith("optimizer") and "experts.down_proj" in name]
 
 
-def test_a_dense_model_has_no_router_to_freeze(spec):
-    with pytest.raises(ConfigError, match="actor.frozen_router: true for a model without routers"):
-        LocalActor(spec(actor__frozen_router=True))
+@pytest.mark.parametrize(("options", "words"), [
+    ({"actor__frozen_router": True}, "actor.frozen_router: true for a model without routers"),
+    ({"rollout__engine": "vllm", "rollout__routed_experts": True}, "rollout.routed_experts: true, but Qwen3For"),
+])
+def test_a_dense_model_has_no_routers(spec, options, words):
+    with pytest.raises(ConfigError, match=words):
+        LocalActor(spec(**options))
 
 
