@@ -34,7 +34,7 @@ from .session import (
     mixed_preset,
     policy_runner,
     seed_everything,
-    with_adapter_rate,
+    with_adapters,
     with_own_turns,
 )
 from .teacher import TeacherEngine
@@ -230,7 +230,7 @@ def configure(
                              say=progress.message)
     preset = merge(default or {}, merge(resolved.preset, mixed_preset(parts, resolved.name)))
     settings = load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier)
-    settings = with_adapter_rate(settings, draft.actor, progress.message)
+    settings = with_adapters(settings, draft.actor, resolved.path, progress.message)
     return with_own_turns(settings, resolved.name), resolved
 
 

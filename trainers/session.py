@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from molt_gym.errors import ConfigError
 from molt_gym.policy import Policy
@@ -20,6 +20,7 @@ from molt_gym.tokens import Renderer, Sampling, Trajectory
 from molt_gym.tokens.vision import Vision
 
 from .actor.actor import Actor
+from .architecture import EXPERTS
 from .config import ActorConfig, Config
 from .evaluate import EvalResult, evaluate, held_out_kwargs
 from .parity import ParityProbe
@@ -86,17 +87,28 @@ def with_own_turns(config: Config, model: str) -> Config:
         env: ({"max_turns": own[env]} if own[env] else {}) | entry for env, entry in config.mixture.items()}})
 
 
-def with_adapter_rate(config: S, said: ActorConfig, say: Callable[[str], None]) -> S:
-    """With a learning rate for adapters, where the user's own settings `said` nothing of it.
+def with_adapters(config: S, said: ActorConfig, model: Path, say: Callable[[str], None]) -> S:
+    """With a learning rate for adapters, where the user's own settings `said` nothing of it, and updates for the model.
 
     Adapters learn best at about 10 times the rate of all weights, whatever model and rank ("LoRA Without Regret",
-    Schulman et al., 2025, who keep alpha at 32, as here).
+    Schulman et al., 2025, who keep alpha at 32, as here). Beside routed experts vLLM has none on CPUs.
+
+    Raises:
+        ConfigError: adapters are to be sent, and vLLM cannot take them.
     """
-    if not config.actor.lora.rank or "lr" in said.model_fields_set:
+    lora, changes = config.actor.lora, {}
+    if not lora.rank:
         return config
-    rate = 10 * config.actor.lr
-    say(f"actor.lr: {rate:g} for adapters, 10 times that of all weights; set it to take another")
-    return config.model_copy(update={"actor": config.actor.model_copy(update={"lr": rate})})
+    text = AutoConfig.from_pretrained(model).get_text_config()
+    if any(getattr(text, name, None) for name in EXPERTS):
+        if lora.transfer == "adapter":
+            raise ConfigError(f"actor.lora.transfer: 'adapter' with a mixture of experts ({text.model_type}), beside "
+                              "which vLLM takes none everywhere; write 'merged' or 'auto'")
+        changes["lora"] = lora.model_copy(update={"transfer": "merged"})
+    if "lr" not in said.model_fields_set:
+        changes["lr"] = 10 * config.actor.lr
+        say(f"actor.lr: {changes['lr']:g} for adapters, 10 times that of all weights; set it to take another")
+    return config.model_copy(update={"actor": config.actor.model_copy(update=changes)})
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

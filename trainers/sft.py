@@ -31,7 +31,7 @@ from .interrupts import run
 from .models import ResolvedModel, resolve_model
 from .progress import Progress, make_progress
 from .run_dir import RunDir, default_path, holds_run
-from .session import merge, pick_dtype, seed_everything, with_adapter_rate
+from .session import merge, pick_dtype, seed_everything, with_adapters
 from .sft_config import SftConfig
 from .sft_data import Data, Example, load_examples
 from .sft_loop import SftLoop, actor_config
@@ -62,7 +62,7 @@ def sft(
         said = settings.actor
         settings = _load(config, overrides, {**given, "model": settings.model or resolved.name}, resolved.preset,
                          earlier if resume else None)
-        settings = with_adapter_rate(settings, said, progress.message)
+        settings = with_adapters(settings, said, resolved.path, progress.message)
         if (data := settings.data if data is None else data) is None:
             raise ConfigError("data: missing; write a file, the folder of a run, a dataset or a list of chat rows")
         training, held_out, settings = _examples(data, settings, resolved, progress)

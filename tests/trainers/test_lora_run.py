@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import molt_gym
 from molt_gym.errors import ConfigError
-from molt_gym.trainers.config import load_config
+from molt_gym.trainers.config import Config, load_config
+from molt_gym.trainers.session import with_adapters
 
 LORA = {"actor__lora__rank": 4, "actor__lora__target_modules": "q_proj,down_proj"}
 
@@ -51,6 +52,20 @@ def test_a_run_leaves_adapters_and_a_model_with_them_and_its_default_rate_is_rai
     base.save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="trained on other weights than those in .*other"):
         molt_gym.export(tmp_path / "run", tmp_path / "out", model=tmp_path / "other")
+
+
+def test_beside_experts_updates_are_of_merged_weights(tmp_path: Path) -> None:
+    Qwen3MoeConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+
+    def updates(transfer: str) -> Config:
+        config = load_config("Any-v0", overrides={"engine": "vllm", "actor__lr": 1e-4, "actor__lora__rank": 4,
+                                                  "actor__lora__transfer": transfer})
+        return with_adapters(config, config.actor, tmp_path, print)
+
+    assert not updates("auto").adapter_updates
+    assert updates("auto").actor.lr == 1e-4
+    with pytest.raises(ConfigError, match="'adapter' with a mixture of experts .qwen3_moe.*write 'merged' or 'auto'"):
+        updates("adapter")
 
 
 @pytest.mark.slow
