@@ -299,3 +299,4 @@ if "CodeExec-v0" not in _gym.registry:
         kwargs={"agent": "molt_gym.envs.tool_use:ToolUseAgent"},
     )
     register("Math-v0", "molt_gym.envs.math:MathEnv", nondeterministic=True)
+    register("Geo3k-v0", "molt_gym.envs.geo3k:Geo3kEnv", nondeterministic=True)

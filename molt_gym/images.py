@@ -133,7 +133,7 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def source_of(part: Mapping[str, Any]) -> Any:
     """What stands for the image of a part, in whichever of the usual spellings."""
     value = next((part[name] for name in ("image_url", "image", "url", "path") if part.get(name) is not None), None)
-    return value.get("url") if isinstance(value, dict) else value
+    return value["url"] if isinstance(value, dict) and "url" in value else value
 
 
 def _inlined(message: Message, where: str) -> Message:

@@ -7,6 +7,7 @@ The column of answers holds one of
 """
 
 import math
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -46,6 +47,10 @@ class Dataset:
         columns = {"prompt_column": prompt_column, "answer_column": answer_column}
         self._rows = load_rows(name, split, rows, columns, subset)
         self.num_tasks: int = len(self._rows)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """A row as it is."""
+        return self._rows[index]
 
     def task(self, index: int) -> Problem:
         """The problem of a row.

@@ -69,7 +69,7 @@ class MathEnv(ChatEnv):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 3600:
             raise ConfigError(f"seconds: {seconds!r}; write a positive number below 3600")
         check_installed()
-        self._source = _source(split, **source)
+        self._source = self._make_source(split, **source)
         self._turns, self._rule, self._system, self._seconds = turns, rule, system, seconds
         self.num_tasks = self._source.num_tasks
 
@@ -111,6 +111,11 @@ class MathEnv(ChatEnv):
         if not isinstance(self._source, Generator):
             raise ValueError("demonstrations: there are none for a dataset")
         return demonstrations(self._source, self._opening, count, seed)
+
+    @staticmethod
+    def _make_source(split: str, **options: Any) -> Any:
+        """Where problems come from."""
+        return _source(split, **options)
 
     def _opening(self, problem: Problem) -> list[Message]:
         user = {"role": "user", "content": problem.prompt}

@@ -1,0 +1,95 @@
+import json
+import re
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import molt_gym
+from molt_gym import image_part
+from molt_gym.envs.geo3k import Geo3kEnv
+from molt_gym.envs.geo3k.figures import FAMILIES, FigureGenerator
+from molt_gym.errors import ConfigError, EnvFailure
+from molt_gym.images import images_of, open_image
+
+DOT = image_part(np.zeros((4, 4, 3), np.uint8))["image_url"]["url"]
+BOX = image_part(np.full((4, 4, 3), 9, np.uint8))["image_url"]["url"]
+ROWS = [
+    {"problem": "<image>Find x.", "answer": "3", "images": [DOT]},
+    {"problem": "Find x.", "answer": "4", "images": DOT},
+    {"problem": "Is it <image> or <image>?", "answer": r"\frac{1}{2}", "images": [{"bytes": None, "path": DOT}, BOX]},
+    {"problem": "<image> and <image>", "answer": "4", "images": [DOT]},
+    {"problem": "<image>", "answer": "4", "images": ["nowhere.png"]},
+]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return Geo3kEnv(dataset=str(path), dataset_split="all", system=None)
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+def kinds(observation):
+    return [part["type"] for part in observation["messages"][-1]["content"]]
+
+
+def test_it_is_an_env_like_any_other():
+    check_env(gymnasium.make("Geo3k-v0").unwrapped, skip_render_check=True)
+    assert any(info.id == "Geo3k-v0" and info.summary for info in molt_gym.list_envs())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("difficulty", [1, 3])
+def test_the_numbers_are_in_the_picture_and_the_right_answer_earns_1(family, difficulty):
+    env = molt_gym.make("Geo3k-v0", families=[family], difficulty=difficulty)
+    pictures = set()
+    for index in range(6):
+        observation, _ = env.reset(options={"index": index})
+        problem = FigureGenerator([family], difficulty).task(index)
+        assert kinds(observation) == ["image", "text"] or kinds(observation) == ["image_url", "text"]
+        assert not re.search("[0-9]", observation["messages"][-1]["content"][1]["text"])
+        (uri,) = images_of(observation["messages"])
+        drawn = np.asarray(open_image(uri))
+        assert np.array_equal(drawn, np.asarray(problem.images[0])) and (drawn < 100).sum() > 300
+        pictures.add(uri)
+        assert problem.answer != problem.wrong and int(problem.answer) > 0
+        assert env.step(says(f"\\boxed{{{problem.answer}}}"))[1] == 1.0
+    assert len(pictures) > 2
+
+
+def test_no_figure_is_in_both_splits():
+    train, test = ({FigureGenerator(None, 2, split).task(index).prompt for index in range(90)}
+                   for split in ("train", "test"))
+    assert len(train) > 60 and not train & test
+
+
+def test_pictures_of_rows_stand_where_their_prompt_says(rows):
+    expected = [["image_url", "text"], ["image_url", "text"], ["text", "image_url", "text", "image_url", "text"]]
+    for index, parts in enumerate(expected):
+        observation, _ = rows.reset(options={"index": index})
+        assert kinds(observation) == parts
+    assert images_of(observation["messages"]) == [DOT, BOX]
+    assert rows.step(says("0.5"))[1] == 1.0
+    with pytest.raises(EnvFailure, match="task: .*images: 1 for 2 parts"):
+        rows.reset(options={"index": 3})
+    with pytest.raises(EnvFailure, match="task: .*nowhere.png cannot be read"):
+        rows.reset(options={"index": 4})
+
+
+def test_a_mistake_in_the_options_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "x", "answer": "3", "picture": DOT}))
+    path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="image_column: there is no column 'images'; choose from problem, a"):
+        Geo3kEnv(dataset=path, dataset_split="all")
+    Geo3kEnv(dataset=path, dataset_split="all", image_column="picture")
+    with pytest.raises(ConfigError, match="image_column: this is for a dataset"):
+        Geo3kEnv(image_column="x")
+    with pytest.raises(ConfigError, match="families: .*choose from right_triangle"):
+        Geo3kEnv(families=["spheres"])
+    assert Geo3kEnv().demonstrations is None, "or a model would be made that sees nothing"
