@@ -1,7 +1,8 @@
-"""A mixture on a real Ray with real vLLM: every runner plays every env."""
+"""A mixture on a real Ray with real vLLM: every runner plays every env, every rank finds the user's own algorithms."""
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,21 +13,54 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900),
               pytest.mark.skipif(not (find_spec("ray") and find_spec("vllm")), reason="Ray or vLLM is not installed")]
 
 
-def test_runners_play_all_envs_of_a_mixture_each_rollout_in_its_own(toys, cluster, wide_path: Path, tmp_path) -> None:
+OWN = """
+import torch
+from molt_gym.trainers.algorithms.registry import EstimatorTraits, LossTraits, register_estimator, register_loss
+
+@register_estimator("seven", EstimatorTraits(per_token=True))
+def seven(batch, options):
+    return torch.full((len(batch.rollouts),), 7.0, dtype=torch.float64)
+
+@register_loss("all_clipped", LossTraits(has_ratio=False))
+def all_clipped(logp, old_logp, advantages, rows, options):
+    return -advantages * logp, torch.ones_like(logp, dtype=torch.bool)
+"""
+MIXTURE = {"toy_envs:Letters-v0": {"weight": 1, "max_turns": 1}, "toy_envs:Coin-v0": 1}
+
+
+@pytest.fixture(scope="module")
+def run(toys: Path, cluster: Any, wide_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three steps in both envs, with an estimator and a loss of a file of the user's own."""
     settings = {
         "placement": "ray", "rollout.engine": "vllm", "rollout.runners": 2, "rollout.groups_per_step": 6,
         "rollout.group_size": 4, "rollout.max_tokens": 8, "rollout.max_context": 256, "rollout.dtype": "float32",
-        "actor.dtype": "float32", "eval.before": False, "eval.episodes": 4}
-    mixture = {"toy_envs:Letters-v0": {"weight": 1, "max_turns": 1}, "toy_envs:Coin-v0": 1}
-    result = molt_gym.train(mixture, wide_path, out=tmp_path / "run", steps=3, **settings)
-    steps = [line for line in result.metrics if "eval/when" not in line]
-    for line in steps:
-        counts = [line[f"rollout/count/{env}"] for env in mixture]
+        "actor.dtype": "float32", "eval.before": False, "eval.episodes": 4,
+        "algorithm.estimator": "own_algorithms:seven", "algorithm.loss": "own_algorithms:all_clipped"}
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "own_algorithms.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        return molt_gym.train(MIXTURE, wide_path, out=folder / "run", steps=3, **settings)
+
+
+def steps_of(run: Any) -> list[dict[str, Any]]:
+    return [line for line in run.metrics if "eval/when" not in line]
+
+
+def test_runners_play_all_envs_of_a_mixture_each_rollout_in_its_own(run: Any) -> None:
+    for line in steps_of(run):
+        counts = [line[f"rollout/count/{env}"] for env in MIXTURE]
         assert sum(counts) == 24 and all(count % 4 == 0 for count in counts)
-    assert all(sum(line[f"rollout/count/{env}"] for line in steps) for env in mixture)
-    played = [t for file in (result.run_dir / "rollouts").iterdir() for t in read_jsonl(file)]
+    assert all(sum(line[f"rollout/count/{env}"] for line in steps_of(run)) for env in MIXTURE)
+    played = [t for file in (run.run_dir / "rollouts").iterdir() for t in read_jsonl(file)]
     assert len(played) == 72
     for trajectory in played:
         task = {"toy_envs:Letters-v0": "task", "toy_envs:Coin-v0": "toss"}[trajectory.env]
         assert trajectory.messages[0]["content"] == f"{task} {trajectory.index}" and trajectory.turns == 1
-    assert all(f"eval/{env}/pass_at_1" in result.metrics[-1] for env in mixture)
+    assert all(f"eval/{env}/pass_at_1" in run.metrics[-1] for env in MIXTURE)
+
+
+def test_ranks_find_the_estimator_and_the_loss_of_a_users_own_file(run: Any) -> None:
+    for line in steps_of(run):
+        assert line["advantage/mean"] == pytest.approx(7)
+        assert line["policy/clip_fraction"] == 1 and line["optim/grad_norm"] > 0
