@@ -88,6 +88,18 @@ async def test_vllm_the_engine_on_transformers_and_the_actor_agree_also_after_an
         assert await probe.check(engine, actor) < 1e-4
 
         prompt = TokenGraph(renderer).prepare([user(picture())])
+        flying = engine.submit([Request(list(prompt.ids), Sampling(max_tokens=100, seed=seed), images=prompt.images)
+                                for seed in range(4)])
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        await engine.update_weights(actor.weights(), 2)
+        await engine.resume()
+        for reply in await asyncio.wait_for(asyncio.gather(*flying), WAIT):
+            graph = TokenGraph(renderer)
+            graph.commit(graph.prepare([user(picture())]), reply, {"role": "assistant", "content": "x"})
+            check(actor, graph.rows())
+            assert set(reply.versions) <= {1, 2}
+
         (future,) = engine.submit([Request(list(prompt.ids), Sampling(), images=(prompt.images[0]._replace(count=3),))])
         with pytest.raises(Exception, match="request.images: 3 tokens from .* for an image of 4"):
             await asyncio.wait_for(future, WAIT)
