@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from hidden states, without ever holding tokens times vocabulary.
 
-Logits are computed for a chunk of positions at a time, and again in the backward pass. Invariant: what is made of
-logits is made in float32 at least.
+Logits are computed for a chunk of positions at a time, and where there are several chunks, again in the backward pass.
+Invariant: what is made of logits is made in float32 at least.
 """
 
 from typing import Any, Protocol
@@ -70,6 +70,8 @@ class _Score(torch.autograd.Function):
                 entropies[rows] = of_rows
             logprobs[tokens] = logits[local, asked.targets[tokens]].to(lse.dtype) / temperature - lse[rows][local]
         ctx.save_for_backward(hidden, weight, lse, entropies)
+        # What is a single chunk is not computed again.
+        ctx.logits = logits if len(asked.edges) == 2 else None
         ctx.asked, ctx.temperature, ctx.exact = asked, temperature, exact
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -86,7 +88,7 @@ class _Score(torch.autograd.Function):
             if of_logprobs is not None:
                 factor.index_add_(0, local, of_logprobs[tokens])
             spread = None if of_entropies is None else of_entropies[rows]
-            logits = _logits(hidden[rows], weight, ctx.exact)
+            logits = _logits(hidden[rows], weight, ctx.exact) if ctx.logits is None else ctx.logits
             slope = slope_of(logits, ctx.temperature, lse[rows], entropies[rows], factor, spread)
             if of_logprobs is not None:
                 slope.index_put_((local, ctx.asked.targets[tokens]), of_logprobs[tokens] / ctx.temperature,
