@@ -93,6 +93,11 @@ class SftLoop:
         if state.get("order") != self._order:
             raise ConfigError(f"data: the run in {self.run_dir.path} was trained on other data, or with another seed "
                               "or batch_size; give the same ones to go on with it, or choose another folder")
+        total = state.get("total", self.total)
+        if self.config.actor.schedule != "constant" and total != self.total:
+            raise ConfigError(f"steps: the learning rate of the run in {self.run_dir.path} falls over {total} updates "
+                              f"and would jump if there were {self.total}; write as many, or actor.schedule = "
+                              "'constant'")
         self.actor.load(path / "actor")
         self.step = state["step"]
         self.run_dir.cut_metrics(self.step)
@@ -191,7 +196,7 @@ class SftLoop:
 
     def _begin_save(self) -> None:
         with suppress(OSError):
-            self.checkpoints.begin(self.step, self.actor, {"order": self._order})
+            self.checkpoints.begin(self.step, self.actor, {"order": self._order, "total": self.total})
 
     def _save(self) -> Path:
         self._begin_save()

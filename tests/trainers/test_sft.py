@@ -171,8 +171,15 @@ def test_ctrl_c_saves_whole_steps_and_the_run_goes_on_from_them(
     assert weights(resumed.run_dir) == weights(straight.run_dir)
 
 
+def test_a_schedule_that_falls_over_other_steps_does_not_go_on(sft: Sft) -> None:
+    sft(steps=2, actor__schedule="linear")
+    with pytest.raises(ConfigError, match="steps: .* falls over 2 updates and would jump if there were 3; write"):
+        sft(steps=3)
+    assert sft(steps=3, actor__schedule="constant").metrics[-1]["step"] == 3
+
+
 def test_a_run_does_not_go_on_with_other_data(sft: Sft) -> None:
-    sft(steps=2)
+    sft(steps=2, actor__schedule="constant")
     for change in ({"data": ROWS[:5]}, {"seed": 5}, {"batch_size": 2}):
         with pytest.raises(ConfigError, match="data: the run in .* was trained on other data, or with another seed"):
             sft(steps=3, **change)
@@ -238,7 +245,7 @@ def test_the_command_trains_resumes_and_leaves_a_whole_folder(
     data, out = tmp_path / "chats.jsonl", tmp_path / "run"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     words = ["sft", str(data), "--model", str(tiny_path), "--out", str(out), "--steps", "2", "--batch-size", "4",
-             "--actor.dtype", "float32", "--eval.share", "0.25"]
+             "--actor.dtype", "float32", "--actor.schedule", "constant", "--eval.share", "0.25"]
     assert main(words) == 0
     for name in ("config.toml", "metrics.jsonl", "curve.png", "checkpoints", "model"):
         assert (out / name).exists()
