@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 ROW = 1024
 EVERY = 8
 
 SHAPE = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
          "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+
+MIXTURE = SHAPE | {"num_hidden_layers": 12, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
 
 
 class Step(nn.Module):
@@ -36,7 +38,8 @@ class Step(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, L] -> loss."""
-        hidden = self.model.model(input_ids=ids, attention_mask=self._mask(ids)).last_hidden_state
+        hidden = self.model.model(input_ids=ids, attention_mask=self._mask(ids))
+        hidden = getattr(hidden, "last_hidden_state", hidden)
         logits = self.model.get_output_embeddings()(hidden[:, :-1:EVERY]).flatten(0, 1)
         return F.cross_entropy(logits.float(), ids[:, 1::EVERY].flatten())
 
@@ -63,7 +66,7 @@ def sharded(step: Step) -> Step:
     """By our own FSDP2 on one rank: masters in float32, computing in bfloat16."""
     options = {"mesh": init_device_mesh(DEVICE.type, (1,)), "reshard_after_forward": False,
                "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-    for layer in step.model.model.layers:
+    for layer in step.model.model.layers.children():
         fully_shard(layer, **options)
     return fully_shard(step, **options)
 
@@ -71,7 +74,7 @@ def sharded(step: Step) -> Step:
 def measure(step: Step, ids: Tensor, steps: int) -> tuple[str, int, float, float]:
     """Dtype of the computation, FSDP units, seconds of a pass forward and backward, peak memory in GiB."""
     seen: list[str] = []
-    step.model.model.layers[0].mlp.register_forward_pre_hook(
+    next(step.model.model.layers.children()).mlp.register_forward_pre_hook(
         lambda _, args: seen.append(str(args[0].dtype).removeprefix("torch.")))
     units = sum(isinstance(module, FSDPModule) for module in step.modules())
     torch.cuda.reset_peak_memory_stats()
@@ -91,8 +94,8 @@ def dense_mask(ids: Tensor) -> Tensor:
         len(ids), 1, -1, -1)
 
 
-def variants(config: PreTrainedConfig) -> dict[str, Callable[[], Step]]:
-    """What is built, by what it shows."""
+def variants(config: PreTrainedConfig, mixture: PreTrainedConfig) -> dict[str, Callable[[], Step]]:
+    """What is built, by what it shows; rates are only told of the dense model."""
     full, half = torch.float32, torch.bfloat16
     return {
         "transformers, bfloat16": lambda: Step(plain(config, half)),
@@ -105,6 +108,8 @@ def variants(config: PreTrainedConfig) -> dict[str, Callable[[], Step]]:
         "the same, norms torch_fp32": lambda: sharded(Step(
             automodel(config, full, setup=False, rms_norm="torch_fp32"))),
         "the same, dense mask": lambda: sharded(Step(automodel(config, full, setup=False), dense_mask)),
+        "mixture, transformers": lambda: sharded(Step(plain(mixture, full))),
+        "mixture, automodel": lambda: sharded(Step(automodel(mixture, full, setup=False))),
     }
 
 
@@ -118,18 +123,20 @@ def main() -> None:
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPE, tie_word_embeddings=True, max_position_embeddings=4096,
                          architectures=["Qwen3ForCausalLM"])
-    config.use_cache = False
+    mixture = Qwen3MoeConfig(**MIXTURE, norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=4096,
+                             architectures=["Qwen3MoeForCausalLM"])
+    config.use_cache = mixture.use_cache = False
     ids = torch.randint(0, config.vocab_size, (options.tokens // ROW, ROW), device=DEVICE)
     heads = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     flop = 6 * ids.numel() * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size / EVERY)
     lines = []
-    for name, make in variants(config).items():
+    for name, make in variants(config, mixture).items():
         torch.set_float32_matmul_precision("high" if "TF32" in name else "highest")
         try:
             dtype, units, seconds, memory = measure(make(), ids, options.steps)
-            lines.append(f"{name:36} {dtype:12} {units:9} {ids.numel() / seconds:9,.0f} {flop / seconds / 1e12:8.0f} "
-                         f"{memory:9.1f}")
+            rate = "" if "mixture" in name else f"{flop / seconds / 1e12:.0f}"
+            lines.append(f"{name:36} {dtype:12} {units:9} {ids.numel() / seconds:9,.0f} {rate:>8} {memory:9.1f}")
         except Exception:  # noqa: BLE001  the other variants are of interest all the same
             lines.append(f"{name:36} failed: {traceback.format_exc().splitlines()[-1][:80]}")
         print(lines[-1], flush=True)

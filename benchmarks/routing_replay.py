@@ -86,10 +86,10 @@ def train_row(number: int, prompt: list[int], reply: Generation) -> TrainRow:
                     [0.0] * len(prompt) + reply.logprobs, 1.0, 1.0, number, number, experts=experts)
 
 
-def measure(path: Path, rows: Sequence[TrainRow], ranks: int, ep: int) -> dict[bool, torch.Tensor]:
+def measure(path: Path, rows: Sequence[TrainRow], ranks: int, ep: int, backend: str) -> dict[bool, torch.Tensor]:
     """Absolute differences of log-probabilities of all sampled tokens, without replay and with it."""
     config = load_config("Any-v0", overrides={
-        "actor.world_size": ranks, "actor.ep": ep, "actor.micro_batch_tokens": 4096})
+        "actor.world_size": ranks, "actor.ep": ep, "actor.backend": backend, "actor.micro_batch_tokens": 4096})
     actor = LocalActor(ActorSpec(str(path), config, torch.bfloat16, 1))
     sampled = torch.tensor([value for row in rows for value in row.behaviour])
     try:
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviations on the trainer's routers")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
+    parser.add_argument("--backend", choices=("auto", "transformers", "automodel"), default="auto")
     options = parser.parse_args()
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 256) for _ in range(PROMPT)] for _ in range(options.rows)]
@@ -141,12 +142,13 @@ def main() -> None:
         lines = []
         for level, path in paths.items():
             elsewhere = differing(path, rows)
-            for replayed, values in measure(path, rows, options.ranks, options.ep).items():
+            for replayed, values in measure(path, rows, options.ranks, options.ep, options.backend).items():
                 lines.append(f"{level:9.2f} {'yes' if replayed else 'no':>7} {values.mean():12.5f} "
                              f"{values.quantile(0.99):10.4f} {values.max():10.4f} {elsewhere:18.3%}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"\n{device}, torch {torch.__version__}, vllm {version_of('vllm')}, {options.shape}, "
-          f"{sum(len(reply.ids) for reply in replies)} tokens, {options.ranks} ranks, ep {options.ep}")
+          f"{sum(len(reply.ids) for reply in replies)} tokens, {options.ranks} ranks, ep {options.ep}, backend "
+          f"{options.backend}")
     print(f"{'noise':>9} {'replay':>7} {'mean |diff|':>12} {'99th':>10} {'max':>10} {'routed elsewhere':>18}")
     print("\n".join(lines))
 

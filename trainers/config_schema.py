@@ -304,7 +304,7 @@ class ActorConfig(Section):
     head_dtype: Literal["auto", "float32"] = "auto"
     """Precision of logits: that of the model, or float32, which costs little."""
     backend: Backend = "auto"
-    """What builds the model: transformers, or nemo_automodel; auto: the latter for experts that it knows, on GPUs."""
+    """What builds the model: transformers or nemo_automodel; auto: the latter with ep > 1 or experts on one GPU."""
     world_size: Count = 1
     """Processes that share the update: shares of the rows × cp × tp."""
     tp: Count = 1

@@ -29,12 +29,15 @@ from .context import Context
 from .head import score
 from .parallel import Layout
 
-INSTALL = ("pip install --no-deps nemo-automodel==0.7.0 megatron-fsdp==0.5.0 torchao==0.16.0 torchdata flashoptim, "
-           "beside transformers==5.18.0")
+INSTALL = "pip install --no-deps nemo-automodel==0.7.0 torchao==0.16.0, beside transformers==5.18.0"
+_UNPACKED = ("actor.backend: 'automodel' computes the attention of this model in its own way, so rows cannot be "
+             "packed; write 'transformers' and actor.ep = 1")
 
 
 def chosen(backend: Backend, config: PreTrainedConfig, layout: Layout) -> bool:
-    """Whether nemo_automodel is to build a model. By itself it does for mixtures of experts on GPUs.
+    """Whether nemo_automodel is to build a model. Unless told, it does for mixtures of experts on a single GPU.
+
+    On several, without ep, each would have to hold the whole model before it is sharded.
 
     Raises:
         ConfigError: it has to and cannot.
@@ -47,7 +50,7 @@ def chosen(backend: Backend, config: PreTrainedConfig, layout: Layout) -> bool:
             raise ConfigError(f"actor.backend: 'automodel' has no class for {', '.join(config.architectures or ())}; "
                               "write 'transformers' and actor.ep = 1")
         return True
-    return (backend == "auto" and layout.shards.device_type == "cuda" and layout.tp is None
+    return (backend == "auto" and layout.shards.device_type == "cuda" and layout.sizes.world == 1
             and any(getattr(config, name, None) for name in EXPERTS)
             and importlib.util.find_spec("nemo_automodel") is not None and _is_known(config))
 
@@ -58,9 +61,7 @@ def _is_known(config: PreTrainedConfig) -> bool:
     return any(name in MODEL_ARCH_MAPPING for name in config.architectures or ())
 
 
-def build(
-    path: str | Path, device: str, storage: torch.dtype, compute: torch.dtype, ep: int = 1
-) -> nn.Module:
+def build(path: str | Path, device: str, storage: torch.dtype, compute: torch.dtype, ep: int = 1) -> nn.Module:
     """The model of a folder on this rank; with ep > 1 sharded, experts over so many ranks, else whole.
 
     Args:
@@ -71,12 +72,15 @@ def build(
         ep: ranks that share the experts.
 
     Raises:
-        ConfigError: there is no GPU.
+        ConfigError: there is no GPU, or attention over packed sequences has no place in the model.
     """
     from nemo_automodel import NeMoAutoModelForCausalLM
     from nemo_automodel.components.models.common import BackendConfig
 
-    backend = BackendConfig(attn="sdpa", linear="torch", rope_fusion=False, gate_precision=torch.float32)
+    # Grouped products of experts take bfloat16 alone.
+    experts = "torch_mm" if device == "cuda" and compute == torch.bfloat16 else "torch"
+    backend = BackendConfig(attn="sdpa", linear="torch", rope_fusion=False, gate_precision=torch.float32,
+                            experts=experts)
     setup = _setup(compute, ep) if ep > 1 else None
     try:
         model = NeMoAutoModelForCausalLM.from_pretrained(
@@ -119,9 +123,11 @@ class _Decoder:
     def __init__(self, decoder: nn.Module) -> None:
         self._decoder = decoder
         self.layers = list(decoder.layers.children())
-        for module in decoder.modules():
-            if hasattr(module, "attn_func"):
-                module.attn_func = partial(self._attend, module.attn_func)
+        attending = [module for module in decoder.modules() if hasattr(module, "attn_func")]
+        if len(attending) < len(self.layers):
+            raise ConfigError(_UNPACKED)
+        for module in attending:
+            module.attn_func = partial(self._attend, module.attn_func)
 
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, visible: Visible, context: Context | None, **_: Any
@@ -131,8 +137,11 @@ class _Decoder:
         return BaseModelOutput(self._decoder(input_ids, position_ids=position_ids))
 
     def _attend(self, attention: Any, *arguments: Any, **options: Any) -> Tensor:
-        with _Packed(self._packed):
-            return attention(*arguments, **options)
+        with _Packed(self._packed) as mode:
+            out = attention(*arguments, **options)
+        if not mode.done:
+            raise ConfigError(_UNPACKED)
+        return out
 
 
 class _Packed(TorchFunctionMode):
@@ -140,10 +149,11 @@ class _Packed(TorchFunctionMode):
 
     def __init__(self, packed: dict[str, Any]) -> None:
         super().__init__()
-        self._packed = packed
+        self._packed, self.done = packed, False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
+        self.done = True
         return attend(None, *args[:3], **self._packed, scaling=kwargs.get("scale"))[0].transpose(1, 2)
