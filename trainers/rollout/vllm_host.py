@@ -54,7 +54,7 @@ class VllmHost:
 
     def __init__(self, spec: HostSpec) -> None:
         arguments = engine_arguments(spec)
-        if not any(field.name == "mm_device_do_normalize" for field in fields(AsyncEngineArgs)):
+        if spec.vision and not any(field.name == "mm_device_do_normalize" for field in fields(AsyncEngineArgs)):
             # Before vLLM 0.32 patches are never normalised by the engine.
             arguments.pop("mm_device_do_normalize", None)
         config = AsyncEngineArgs(**arguments).create_engine_config()

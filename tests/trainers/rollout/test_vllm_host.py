@@ -24,7 +24,7 @@ class Fake:
         self.going.set()
         self.output_processor = SimpleNamespace(request_states={})
 
-    async def generate(self, prompt, parameters, name, priority=0):
+    async def generate(self, prompt, parameters, name, priority=0, lora_request=None):
         ids, key = [], tuple(prompt["prompt_token_ids"][: len(PREFIX)])
         self.output_processor.request_states[name] = SimpleNamespace(
             external_req_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: len(ids)))
@@ -69,7 +69,8 @@ async def host(monkeypatch):
     from molt_gym.trainers.rollout import vllm_host
 
     fake = Fake()
-    engine_args = SimpleNamespace(create_engine_config=lambda: None)
+    config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 1000))
+    engine_args = SimpleNamespace(create_engine_config=lambda: config)
     monkeypatch.setattr(vllm_host, "AsyncEngineArgs", lambda **_: engine_args)
     monkeypatch.setattr(vllm_host, "AsyncLLM", SimpleNamespace(from_vllm_config=lambda *_, **__: fake))
     monkeypatch.setattr(vllm_host, "engine_arguments", lambda _: {})
