@@ -116,7 +116,7 @@ class RolloutConfig(Section):
     transfer_timeout: Positive = 300.0
     """Seconds for one bucket of weights, after which the engine is given up."""
     routed_experts: bool = False
-    """Whether vLLM returns the experts that each token of a mixture-of-experts model was sent to."""
+    """Whether vLLM tells which experts each token of a mixture went to, and the actor sends it to the same."""
     release_memory: bool = False
     """On a GPU that engine and actor share, whether each hands its memory over while the other works."""
     groups_per_step: Count = 4
