@@ -3,7 +3,7 @@
     python benchmarks/algorithms.py --jobs 2 --result algorithms-cpu2     a table, and beside it a picture of the curves
 
 The tasks are the easy ones, as they come: the eight families that print a value, at difficulty 1. Each run is a process
-of its own. A run that is in `--out` already is not done again, and one that was stopped goes on.
+of its own. One that is in `--out` already is not done again, whatever its settings were; one that was cut off goes on.
 """
 
 import argparse
@@ -25,11 +25,12 @@ from molt_gym.trainers.run_dir import read_metrics
 ENV, STEPS, SEEDS, GOAL = "CodeExec-v0", 40, 3, 0.85
 SETTINGS: dict[str, Any] = {"eval.every": 10, "eval.episodes": 128, "checkpoint.every": 20, "checkpoint.keep": 1}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"algorithm.estimator": name} for name in ("grpo", "dr_grpo", "rloo", "reinforce", "flash_reinforce")},
+    **{name: {"algorithm.estimator": name} for name in ("grpo", "dr_grpo", "rloo", "flash_reinforce")},
+    "reinforce": {"algorithm.estimator": "reinforce", "actor.lr": 1e-3},
     "gae": {"algorithm.estimator": "gae", "critic.lr": 2e-3, "critic.warmup_steps": 2},
     # In the first update of a batch all losses have the same gradient, so these two get a second one.
-    "gspo": {"algorithm.loss": "gspo", "algorithm.updates_per_batch": 2},
-    "cispo": {"algorithm.loss": "cispo", "algorithm.updates_per_batch": 2},
+    "gspo": {"algorithm.loss": "gspo", "algorithm.updates_per_batch": 2, "actor.lr": 1e-3},
+    "cispo": {"algorithm.loss": "cispo", "algorithm.updates_per_batch": 2, "actor.lr": 1e-3},
 }
 """What differs from the settings that `molt-gym train CodeExec-v0 --model tiny` has; losses go with estimator grpo."""
 
@@ -48,6 +49,8 @@ def learn(name: str, seed: int, folder: Path) -> list[dict[str, Any]]:
     fixed = [word for key, value in SETTINGS.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "molt_gym", "train", ENV, "--model", "tiny", "--seed", str(seed), "--steps",
                str(STEPS), "--out", str(folder), *fixed, *words(name)]
+    if (folder / "metrics.jsonl").exists() and any(step == STEPS for step, _ in scores(read_metrics(folder))):
+        return read_metrics(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_suffix(".log")
     with log.open("a") as written:
