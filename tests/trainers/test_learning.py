@@ -54,7 +54,7 @@ def test_the_table_has_a_line_for_each_algorithm_and_says_when_the_goal_was_reac
     text = script.report({"grpo": [metrics(0.1), metrics(0.05)], "gspo": [metrics(0.1)] * 2})
     assert "| grpo | `--algorithm.estimator grpo` | 0.000 → 1.000 (never) | 0.000 → 0.500 (never) | 2.0 |" in text
     assert script.reached(metrics(0.12)) == 10
-    assert "`--algorithm.loss gspo --algorithm.updates-per-batch 2`" in text
+    assert "`--algorithm.loss gspo --algorithm.updates-per-batch 2 --actor.lr 0.001`" in text
 
 
 def test_every_estimator_and_loss_that_rewards_teach_is_among_them() -> None:
