@@ -10,8 +10,8 @@ import molt_gym
 ENV = "CodeExec-v0"
 
 if __name__ == "__main__":
-    teacher = molt_gym.train(ENV, "tiny", steps=12, eval__before=False, eval__after=False)
-    result = molt_gym.distill(ENV, "tiny", teacher.run_dir / "model", steps=40)
+    teacher = molt_gym.train(ENV, "tiny", steps=16, eval__before=False, eval__after=False)
+    result = molt_gym.distill(ENV, "tiny", teacher.run_dir / "model", steps=60)
     divergence = [line["policy/kl_ref"] for line in result.metrics if "policy/kl_ref" in line]
     print(f"KL to the teacher {divergence[0]:.3f} → {divergence[-1]:.3f} nats per token; "
           f"the student is in {result.run_dir / 'model'}")
