@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 PROBES = (
-    "Hello world, it's 1234567.89 o'clock!\r\n\r\n\tdef f(x):\n        return x  # done   ", "a  b   c\n\n\nd ", " lead",
+    "Hello world, it's 1234567.89 o'clock!\r\n\r\n\tdef f(x):\n        return x  # done   ", "a  b   c\n\n\nd ", " le",
     "CamelCase snake_case UPPER we'LL don't 3x7=21; y==2 && !z //", "x\u200bz\xa0w\u3000v\x00\x7f",
     "caf\u00e9 cafe\u0301 \ufb01 \u212b \u00bd \u2460 \uff21 \u0130 \u00df", "日本語 한국어 العربية हिन्दी ไทย 🙂👩‍👩‍👧",
 )
