@@ -20,12 +20,14 @@ def _main(descriptor: int) -> None:
     prctl = ctypes.CDLL(None).prctl
     # Orphans become children of this process, wherever in the tree they were started.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    # Not an exception, which might be raised while all are being ended.
+    told, tell = os.pipe()
+    signal.signal(signal.SIGTERM, lambda *_: os.write(tell, b"x"))
     # The hang-up alone would do, if no fork of the trainer kept its end of the socket open.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     child = os.fork()
     if child:
-        _supervise(descriptor, child)
+        _supervise(descriptor, told, child)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(descriptor)
@@ -35,14 +37,14 @@ def _main(descriptor: int) -> None:
     serve(connection)
 
 
-def _supervise(descriptor: int, child: int) -> None:
+def _supervise(descriptor: int, told: int, child: int) -> None:
     try:
         poll = select.poll()
         poll.register(descriptor, 0)  # reports a hang-up alone
+        poll.register(told, select.POLLIN)
         poll.register(os.pidfd_open(child), select.POLLIN)
         poll.poll()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os._exit(_end_all(child))
 
 
