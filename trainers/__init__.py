@@ -1,5 +1,6 @@
 """Everything that learns: rollout engines, the actor, algorithms, the loop."""
 
+import logging
 import os
 
 # Threads that spin while they wait for each other take the cores from those who have work (an engine beside an actor,
@@ -7,3 +8,7 @@ import os
 # Read when torch starts its threads.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# torchao, where it is installed, warns at import about its GPU kernels and torch's deprecations; DTensor, that
+# parameters under tensor parallelism are gathered in two steps.
+for _name in ("torchao", "torch.utils._pytree", "torch.distributed.tensor._redistribute"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

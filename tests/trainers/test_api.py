@@ -65,7 +65,7 @@ def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_p
 
 @pytest.mark.parametrize(("wrong", "error", "words"), [
     ({"env": "toy_envs:Lettres-v0"}, UnknownEnv, "Letters-v0"),
-    ({"env": "CartPole-v1"}, NotAChatEnv, "Wrapper"),
+    ({"env": "toy_envs:Pixels-v0"}, NotAChatEnv, "parse="),
     ({"rollout__grup_size": 4}, ConfigError, "rollout.group_size"),
     ({"rollout__group_size": 1}, ConfigError, "group_size"),
     ({"rollout__top_p": 0.9}, ConfigError, "top_p"),

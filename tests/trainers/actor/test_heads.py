@@ -75,8 +75,8 @@ def row(seed: int) -> TrainRow:
 async def test_every_head_that_there_is_is_sent_once_and_the_engine_computes_what_the_actor_does(
         actor, model):
     path, tied, auxiliary = model
-    engine = TransformersEngine(path, SimpleNamespace(stop_token_ids=[2]), dtype=torch.float32, max_context=64,
-                                max_sequences=2)
+    renderer = SimpleNamespace(stop_token_ids=[2], vision=None)
+    engine = TransformersEngine(path, renderer, dtype=torch.float32, max_context=64, max_sequences=2)
     try:
         raise_embedding(actor)
         names = [name for name, _ in actor.weights()]

@@ -4,6 +4,7 @@ import os
 import resource
 import time
 
+import gymnasium as gym
 from PIL import Image
 
 import molt_gym
@@ -80,6 +81,13 @@ class Colours(ChatEnv):
         return {"type": "image", "image": Image.new("RGB", (32, 16), self.names[index])}
 
 
+class Pixels(gym.Env):
+    """An env whose actions nobody could write."""
+
+    observation_space, action_space = gym.spaces.Discrete(2), gym.spaces.Box(0, 1, (8, 8))
+
+
 molt_gym.register("Colours-v0", Colours, max_episode_steps=4)
 molt_gym.register("Letters-v0", Letters, max_episode_steps=4)
 molt_gym.register("Coin-v0", Coin, max_episode_steps=1)
+gym.register("Pixels-v0", Pixels)
