@@ -29,7 +29,7 @@ _PROGRAM = Path(__file__).with_name("worker.py")
 _MEMORY_MB = 512
 _START_SECONDS = 120.0
 _QUEUE_SECONDS = 300.0
-_REAP_SECONDS = 5.0
+_REAP_SECONDS = 30.0
 # What a comparison can do to its own process: run out of stack or memory, or of the time that the worker sets itself.
 _BY_ITS_ANSWER = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGALRM, -signal.SIGBUS}
 

@@ -30,6 +30,15 @@ WAIT = 300.0
 TEMPERATURE = 0.7
 
 
+def command(process: psutil.Process) -> str:
+    """Of a process; nothing of one that has ended and that nobody has looked after yet."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+
 @pytest.fixture(scope="module")
 def folders(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Student and teacher, with heads of 32, the least that vLLM takes on CPUs."""
@@ -77,7 +86,7 @@ def kill(teacher: TeacherEngine) -> None:
 
 
 def engines_left() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "vllm" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "vllm" in command(child)]
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,7 @@ def test_two_ranks_learn_from_what_two_runners_play_with_two_engines(cluster, wi
     assert not left
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize(("env", "staleness"), [("CodeExec-v0", 0), ("AgentCodeExec-v0", 1)])
 def test_a_tiny_model_learns_on_ray(cluster, tmp_path, env, staleness):
     result = molt_gym.train(env, "tiny", out=tmp_path / "run", steps=10, seed=1, **{
