@@ -310,6 +310,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         overridable.add_argument(
             "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
         )
+    _verbs_about_envs(verb)
+    return parser
+
+
+def _verbs_about_envs(verb: Any) -> None:
     for name, command, help in (("envs", _envs, "list the envs"), ("doctor", _doctor, "check this machine")):
         added = verb(name, command, help, "[SUITE] [--json]" if name == "envs" else "[--json]")
         added.add_argument("--json", action="store_true", help="print JSON")
@@ -323,7 +328,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         new.add_argument("name", metavar="NAME", help="such as Larger; the id is then Larger-v0")
         new.add_argument("--out", metavar="DIR", help="a new folder; without it, NAME")
         new.set_defaults(kind=kind)
-    return parser
 
 
 def _settings(verb: str) -> str:
