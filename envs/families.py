@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from molt_gym.errors import ConfigError
+from molt_gym.tasks import check_split
 
-__all__ = ["FamilyGenerator", "HasPrompt", "check_split"]
+__all__ = ["FamilyGenerator", "HasPrompt"]
 
-_SPLITS = ("train", "test")
 _TEST_ONE_IN = 5
 
 
@@ -64,9 +64,3 @@ class FamilyGenerator(Generic[T]):
             held_out = zlib.crc32(f"{family}/{task.prompt}".encode()) % _TEST_ONE_IN == 0
             if held_out == (self.split == "test"):
                 return task
-
-
-def check_split(split: str) -> None:
-    """Raises ConfigError if there is no such split."""
-    if split not in _SPLITS:
-        raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, _SPLITS))}")

@@ -27,6 +27,7 @@ from .policy import Policy, PolicyFunction, as_policy
 from .registry import EnvInfo, list_envs, make, register
 from .spaces import AssistantMessageSpace as AssistantMessage
 from .spaces import ConversationSpace as Conversation
+from .tasks import load_tasks
 
 if TYPE_CHECKING:
     from .tokens.trajectory import Trajectory
@@ -58,6 +59,7 @@ __all__ = [
     "export",
     "image_part",
     "list_envs",
+    "load_tasks",
     "make",
     "register",
     "register_agent",
@@ -300,3 +302,9 @@ if "CodeExec-v0" not in _gym.registry:
     )
     register("Math-v0", "molt_gym.envs.math:MathEnv", nondeterministic=True)
     register("Geo3k-v0", "molt_gym.envs.geo3k:Geo3kEnv", nondeterministic=True)
+    register(
+        "Geo3kAgent-v0",
+        "molt_gym:AgentEnv",
+        nondeterministic=True,
+        kwargs={"agent": "molt_gym.envs.geo3k:Geo3kAgent"},
+    )

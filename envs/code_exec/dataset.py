@@ -1,4 +1,4 @@
-"""Tasks from a dataset; `rows.py` says where it can be.
+"""Tasks from the rows of a dataset.
 
 The column of tests holds one of
 - a list of `{"input": stdin, "output": stdout}`,
@@ -11,61 +11,34 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from molt_gym.errors import EnvFailure
+from molt_gym.tasks import TaskRow
 
-from ..rows import load_rows
 from .tasks import OutputTest, Task
 
-__all__ = ["Dataset"]
+__all__ = ["FIELDS", "OPTIONAL", "task_in"]
+
+FIELDS, OPTIONAL = {"prompt": "prompt", "tests": "tests"}, ("entry_point",)
+
+_Tests = tuple[tuple[OutputTest, ...], tuple[str, ...]]
 
 
-class Dataset:
-    """Rows of a dataset as tasks.
+def task_in(row: TaskRow, shown: int = 0) -> Task:
+    """The task of a row.
 
     Args:
-        name, split, rows: as for `load_rows`.
-        prompt_column, tests_column: columns that must be there.
-        entry_point_column: a column that may be there.
-        shown_tests: how many of the tests that are statements are shown in the prompt, such as to tell a name.
+        shown: how many of the tests that are statements are shown in the prompt, such as to tell a name.
 
     Raises:
-        ConfigError: the dataset cannot be read, is empty, or lacks a column.
+        EnvFailure: reason "task": the row has no prompt or no tests of a known form.
     """
-
-    def __init__(
-        self,
-        name: str,
-        split: str = "train",
-        *,
-        rows: str | None = None,
-        prompt_column: str = "prompt",
-        tests_column: str = "tests",
-        entry_point_column: str = "entry_point",
-        shown_tests: int = 0,
-    ) -> None:
-        self._name, self._shown = name, shown_tests
-        self._prompt, self._tests, self._entry_point = prompt_column, tests_column, entry_point_column
-        columns = {"prompt_column": prompt_column, "tests_column": tests_column}
-        self._rows = load_rows(name, split, rows, columns)
-        self.num_tasks: int = len(self._rows)
-
-    def task(self, index: int) -> Task:
-        """The task of a row.
-
-        Raises:
-            EnvFailure: reason "task": the row has no prompt or no tests of a known form.
-        """
-        row = self._rows[index]
-        where = f"{self._name}, row {index}"
-        prompt = row.get(self._prompt)
-        if not isinstance(prompt, str):
-            raise EnvFailure("task", f"{where}: {self._prompt} is {prompt!r:.100}, no text")
-        outputs, checks = _tests(row.get(self._tests), f"{where}: {self._tests}")
-        shown = "".join(f"\n{check}" for check in checks[: self._shown])
-        return Task(prompt + shown, outputs, checks, row.get(self._entry_point))
+    prompt, tests = row.text("prompt"), _tests(row.get("tests"))
+    if tests is None:
+        raise row.refused("tests", "a list of statements, or of {'input': ..., 'output': ...}")
+    outputs, checks = tests
+    return Task("\n".join((prompt, *checks[:shown])), outputs, checks, row.get("entry_point"))
 
 
-def _tests(value: Any, where: str) -> tuple[tuple[OutputTest, ...], tuple[str, ...]]:
+def _tests(value: Any) -> _Tests | None:
     if isinstance(value, str):
         try:
             parsed = json.loads(value)
@@ -77,5 +50,4 @@ def _tests(value: Any, where: str) -> tuple[tuple[OutputTest, ...], tuple[str, .
         return (), tuple(items)
     if items and all(isinstance(item, Mapping) and isinstance(item.get("output"), str) for item in items):
         return tuple(OutputTest(item.get("input") or "", item["output"]) for item in items), ()
-    forms = "a list of statements, or of {'input': ..., 'output': ...}"
-    raise EnvFailure("task", f"{where} is {value!r:.100}; write {forms}")
+    return None

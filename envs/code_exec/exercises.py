@@ -1,14 +1,13 @@
 """What CodeExec is about, whoever owns the loop: tasks, how a conversation about one opens, what comes of a reply."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from molt_gym.errors import ConfigError
 from molt_gym.messages import Message
 from molt_gym.sandbox import Limits, make_sandbox
 
-from ..families import check_split
-from .dataset import Dataset
+from ..sources import make_source
+from .dataset import FIELDS, OPTIONAL, task_in
 from .demonstrations import demonstrations
 from .fences import program_in
 from .generator import Generator
@@ -28,47 +27,45 @@ PRESETS = {
 """Settings of `molt_gym.train` by the name of the model."""
 
 
-@dataclass(kw_only=True)
 class Exercises:
     """Tasks, and the sandbox in which their solutions run.
 
     Args:
-        families: names of generated families (`generator.FAMILIES`); None: the eight that print one value.
-        difficulty: of generated tasks, from 1 on.
         split: "train" or "test"; no task is in both.
-        dataset: take the tasks from a dataset instead: a .jsonl or .parquet file, or a name on the hub.
-        dataset_split, prompt_column, tests_column, entry_point_column, shown_tests: see `dataset.Dataset`.
+        shown_tests: of a dataset, how many of the tests that are statements are shown in the prompt.
         system: the system message; None: there is none.
         sandbox: "bubblewrap", or "subprocess", which isolates neither files nor network nor processes.
-        seconds: time limit of each execution.
-        memory_mb: memory of each process of an execution, in MiB.
         output_chars: how much of an output or error the policy is shown.
         reuse: whether equal programs that can only do the same again are run once.
+        seconds: time limit of each execution.
+        memory_mb: memory of each process of an execution, in MiB.
+        **source: `families` (names in `generator.FAMILIES`; by default the eight that print one value) and `difficulty`
+            (from 1 on) of generated tasks; or `dataset` and the other keywords of `molt_gym.load_tasks`, where
+            `prompt_column`, `tests_column` and `entry_point_column` name the columns; see `dataset.py`.
 
     Raises:
         ConfigError: an argument makes no sense, or the sandbox cannot work here; the message says what to install.
+        TypeError: there is no such option.
     """
 
-    families: Sequence[str] | None = None
-    difficulty: int = 1
-    split: str = "train"
-    dataset: str | None = None
-    dataset_split: str | None = None
-    prompt_column: str = "prompt"
-    tests_column: str = "tests"
-    entry_point_column: str = "entry_point"
-    shown_tests: int = 0
-    system: str | None = SYSTEM
-    sandbox: str = "bubblewrap"
-    seconds: float = 2.0
-    memory_mb: int = 256
-    output_chars: int = 300
-    reuse: bool = True
-
-    def __post_init__(self) -> None:
-        self._source = self._make_source()
-        self._limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb, output_chars=self.output_chars)
-        self._sandbox = make_sandbox(self.sandbox)
+    def __init__(
+        self,
+        *,
+        split: str = "train",
+        shown_tests: int = 0,
+        system: str | None = SYSTEM,
+        sandbox: str = "bubblewrap",
+        output_chars: int = 300,
+        reuse: bool = True,
+        seconds: float = 2.0,
+        memory_mb: int = 256,
+        **source: Any,
+    ) -> None:
+        self._source: TaskSource = make_source(
+            Generator, partial(task_in, shown=shown_tests), split, fields=FIELDS, optional=OPTIONAL, **source)
+        self._system, self._reuse = system, reuse
+        self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_chars=output_chars)
+        self._sandbox = make_sandbox(sandbox)
 
     @property
     def num_tasks(self) -> int | None:
@@ -96,7 +93,7 @@ class Exercises:
         program = program_in(text)
         if program is None:
             return Verdict("no_program", NO_PROGRAM)
-        return grade(self._sandbox, program, task, self._limits, reuse=self.reuse)
+        return grade(self._sandbox, program, task, self._limits, reuse=self._reuse)
 
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         """Noisy conversations to warm up a small policy with, fixed by the seed; see `demonstrations.py`.
@@ -114,20 +111,4 @@ class Exercises:
 
     def _opening(self, prompt: str) -> list[Message]:
         user = {"role": "user", "content": prompt}
-        return [{"role": "system", "content": self.system}, user] if self.system else [user]
-
-    def _make_source(self) -> TaskSource:
-        if self.dataset is None:
-            return Generator(self.families, self.difficulty, self.split)
-        if self.families is not None:
-            raise ConfigError("families: these are for generated tasks; leave out families or dataset")
-        check_split(self.split)
-        return Dataset(
-            self.dataset,
-            self.split,
-            rows=self.dataset_split,
-            prompt_column=self.prompt_column,
-            tests_column=self.tests_column,
-            entry_point_column=self.entry_point_column,
-            shown_tests=self.shown_tests,
-        )
+        return [{"role": "system", "content": self._system}, user] if self._system else [user]

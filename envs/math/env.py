@@ -6,10 +6,11 @@ from molt_gym.env import ChatEnv, Turn
 from molt_gym.errors import ConfigError
 from molt_gym.messages import Message, text_of
 
-from ..families import check_split
+from ..families import FamilyGenerator
+from ..sources import make_source
 from .answers import RULES, Rule, find_answer
 from .comparison import is_right
-from .dataset import Dataset
+from .dataset import FIELDS, problem_in
 from .demonstrations import demonstrations
 from .problems import Generator, Problem
 from .workers import check_installed
@@ -37,8 +38,8 @@ class MathEnv(ChatEnv):
         seconds: the limit on a comparison.
         render_mode: None or "ansi".
         **source: `families` (names in `problems.FAMILIES`; all by default) and `difficulty` (from 1 on) of generated
-            problems; or `dataset`, a .jsonl or .parquet file or a name on the hub, with `dataset_split`,
-            `dataset_subset`, `prompt_column` and `answer_column` as in `dataset.Dataset`.
+            problems; or `dataset` and the other keywords of `molt_gym.load_tasks`, where `prompt_column` is "question"
+            and `answer_column` "answer" if nothing else is said.
 
     Raises:
         ConfigError: an argument makes no sense, or math-verify is not installed.
@@ -81,7 +82,7 @@ class MathEnv(ChatEnv):
         """
         self._problem = self._source.task(index)
         self._left = self._turns
-        return self._opening(self._problem)
+        return self.opening(self._problem)
 
     def answer(self, message: Message) -> Turn:
         """Grades a reply.
@@ -90,17 +91,23 @@ class MathEnv(ChatEnv):
             EnvFailure: reason "grader": no worker could be had to compare answers.
         """
         self._left -= 1
-        found = find_answer(text_of(message), self._rule)
-        if found is None:
-            outcome = "no_answer"
-        else:
-            problem = self._problem
-            verdict = is_right(found, problem.answer, strict=problem.strict, seconds=self._seconds)
-            outcome = _VERDICTS[verdict]
+        outcome = self.grade(self._problem, text_of(message))
         info = {"outcome": outcome}
         if outcome == "right" or not self._left:
             return Turn(reward=float(outcome == "right"), terminated=True, info=info)
-        return Turn([{"role": "user", "content": _NO_ANSWER if found is None else _WRONG}], info=info)
+        return Turn([{"role": "user", "content": self.feedback(outcome)}], info=info)
+
+    def grade(self, problem: Problem, text: str) -> str:
+        """The outcome of a reply to a problem; raises as `answer`."""
+        found = find_answer(text, self._rule)
+        if found is None:
+            return "no_answer"
+        return _VERDICTS[is_right(found, problem.answer, strict=problem.strict, seconds=self._seconds)]
+
+    @staticmethod
+    def feedback(outcome: str) -> str:
+        """What the policy is told about a reply that is not right."""
+        return _NO_ANSWER if outcome == "no_answer" else _WRONG
 
     def demonstrations(self, count: int, seed: int = 0) -> list[list[Message]]:
         """Noisy conversations to warm up a small policy with, fixed by the seed; see `demonstrations.py`.
@@ -108,35 +115,17 @@ class MathEnv(ChatEnv):
         Raises:
             ValueError: the problems are those of a dataset.
         """
-        if not isinstance(self._source, Generator):
+        if not isinstance(self._source, FamilyGenerator):
             raise ValueError("demonstrations: there are none for a dataset")
-        return demonstrations(self._source, self._opening, count, seed)
+        return demonstrations(self._source, self.opening, count, seed)
 
     @staticmethod
     def _make_source(split: str, **options: Any) -> Any:
         """Where problems come from."""
-        return _source(split, **options)
+        return make_source(Generator, problem_in, split, fields=FIELDS, **options)
 
-    def _opening(self, problem: Problem) -> list[Message]:
+    def opening(self, problem: Problem) -> list[Message]:
+        """The instruction and the problem."""
         user = {"role": "user", "content": problem.prompt}
         return [{"role": "system", "content": self._system}, user] if self._system else [user]
 
-
-def _source(
-    split: str,
-    *,
-    families: Any = None,
-    difficulty: int = 1,
-    dataset: str | None = None,
-    dataset_split: str | None = None,
-    dataset_subset: str | None = None,
-    **columns: str,
-) -> Generator | Dataset:
-    if dataset is None:
-        if columns or dataset_split or dataset_subset:
-            raise ConfigError(f"{', '.join(columns) or 'dataset_split'}: this is for a dataset; write dataset too")
-        return Generator(families, difficulty, split)
-    if families is not None:
-        raise ConfigError("families: these are for generated problems; leave out families or dataset")
-    check_split(split)
-    return Dataset(dataset, split, rows=dataset_split, subset=dataset_subset, **columns)

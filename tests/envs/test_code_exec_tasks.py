@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
+from molt_gym import load_tasks
 from molt_gym.envs.code_exec import CodeExecEnv
-from molt_gym.envs.code_exec.dataset import Dataset
+from molt_gym.envs.code_exec.dataset import task_in
 from molt_gym.envs.code_exec.generator import FAMILIES, PRINT_FAMILIES, Generator
 from molt_gym.envs.code_exec.tasks import OutputTest
-from molt_gym.errors import ConfigError, EnvFailure
+from molt_gym.errors import EnvFailure
 
 FUNCTIONS = {
     "digit_sum": "def f(n): return {k} * sum(map(int, str(n)))",
@@ -150,7 +151,7 @@ class TestDatasets:
         return str(path)
 
     def test_each_form_of_tests_is_read(self, path):
-        tasks = [Dataset(path, rows="all").task(index) for index in range(4)]
+        tasks = [task_in(row) for row in load_tasks(path, fields=("prompt", "tests"), dataset_split="all")]
         assert tasks[0].outputs == (OutputTest("2", "4"), OutputTest("3", "6"))
         assert tasks[1].checks == ("assert f(2) == 4", "assert f(3) == 9")
         assert tasks[2].checks == (self.ROWS[2]["tests"],) and tasks[2].entry_point == "f"
@@ -166,7 +167,9 @@ class TestDatasets:
                 assert env.step({"role": "assistant", "content": f"```python\n{program}\n```"})[1] == reward
 
     def test_tests_can_be_shown(self, path):
-        assert Dataset(path, rows="all", shown_tests=1).task(1).prompt == "square\nassert f(2) == 4"
+        env = CodeExecEnv(dataset=path, dataset_split="all", shown_tests=1)
+        observation, _ = env.reset(options={"index": 1})
+        assert observation["messages"][-1]["content"] == "square\nassert f(2) == 4"
 
     def test_columns_can_be_named(self, tmp_path):
         path = tmp_path / "mbpp.jsonl"
@@ -174,42 +177,6 @@ class TestDatasets:
         env = CodeExecEnv(dataset=str(path), prompt_column="text", tests_column="test_list")
         env.reset(options={"index": 0})
         assert env.step({"role": "assistant", "content": "```python\ng = lambda x: x + 1\n```"})[1] == 1.0
-
-    def test_every_tenth_row_is_held_out(self, tmp_path):
-        path = tmp_path / "many.jsonl"
-        path.write_text("\n".join(json.dumps({"prompt": str(n), "tests": ["assert f()"]}) for n in range(30)))
-        splits = Dataset(str(path)), Dataset(str(path), "test")
-        train, test = ([data.task(index).prompt for index in range(data.num_tasks)] for data in splits)
-        assert test == ["9", "19", "29"] and len(train) == 27 and not set(train) & set(test)
-
-    def test_parquet_files_and_folders_as_on_the_hub_are_read(self, tmp_path):
-        datasets = pytest.importorskip("datasets")
-        rows = [{"prompt": "p", "tests": [{"input": "1", "output": "2"}]}, {"prompt": "q", "tests": []}]
-        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
-        for name, kwargs in ((str(tmp_path / "train.parquet"), {"rows": "all"}), (str(tmp_path), {})):
-            data = Dataset(name, **kwargs)
-            assert data.num_tasks == 2 and data.task(0).outputs == (OutputTest("1", "2"),)
-
-    @pytest.mark.parametrize(
-        ("content", "kwargs", "message"),
-        [
-            ("", {}, "has no rows for split 'train'"),
-            ('{"prompt": 1}', {"split": "test"}, "has no rows for split 'test'; try dataset_split='all'"),
-            ('{"prompt": "p", "code": "c"}', {}, "tests_column: .* has no column 'tests'; choose from prompt, code"),
-            ('{"tests": "t"}', {}, "prompt_column: .* has no column 'prompt'"),
-            ('{"a": 1}\n{"b"', {}, "line 2"),
-            ("[1]", {}, "line 1: .* is no object"),
-        ],
-    )
-    def test_a_file_that_cannot_serve_is_refused(self, tmp_path, content, kwargs, message):
-        path = tmp_path / "rows.jsonl"
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            Dataset(str(path), **kwargs)
-
-    def test_a_missing_file_is_refused(self):
-        with pytest.raises(ConfigError, match="there is no file 'nowhere.jsonl'"):
-            CodeExecEnv(dataset="nowhere.jsonl")
 
     @pytest.mark.parametrize("tests", [[], None, "", [1], ["assert f()", ""], {"a": 1}, [{"input": "x"}]])
     def test_a_row_without_tests_is_no_task(self, tmp_path, tests):

@@ -6,7 +6,7 @@ from gymnasium.utils.env_checker import check_env
 
 import molt_gym
 from molt_gym.envs.math import MathEnv
-from molt_gym.envs.math.dataset import Dataset, gold_answer
+from molt_gym.envs.math.dataset import gold_answer
 from molt_gym.errors import ConfigError, EnvFailure
 
 ROWS = [
@@ -76,15 +76,11 @@ def test_rows_of_each_form_are_played(path, index):
 def test_columns_can_be_named(tmp_path):
     path = tmp_path / "math.jsonl"
     path.write_text(json.dumps({"problem": "p", "solution": r"\boxed{3}", "level": 1}))
-    assert Dataset(str(path), prompt_column="problem", answer_column="solution").task(0).answer == "3"
+    env = MathEnv(dataset=str(path), prompt_column="problem", answer_column="solution")
+    env.reset(options={"index": 0})
+    assert env.step(says(r"\boxed{3}"))[1] == 1.0
     with pytest.raises(ConfigError, match="answer_column: .* has no column 'answer'; choose from problem, solution"):
         MathEnv(dataset=str(path), prompt_column="problem")
-
-
-def test_parquet_files_are_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(ROWS[:2]).to_parquet(str(tmp_path / "rows.parquet"))
-    assert Dataset(str(tmp_path / "rows.parquet"), rows="all").task(1).answer == r"\frac{1}{2}"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +93,8 @@ def test_parquet_files_are_read(tmp_path):
         ({"question": "q", "answer": "It is\nfive"}, "row 1: answer is"),
         ({"question": "q", "answer": True}, "row 1: answer is True"),
         ({"question": "q", "answer": float("nan")}, "row 1: answer is nan"),
-        ({"question": 3, "answer": "3"}, "row 1: question is 3, no text"),
-        ({"answer": "3"}, "row 1: question is None, no text"),
+        ({"question": 3, "answer": "3"}, "row 1: question is 3; write text"),
+        ({"answer": "3"}, "row 1: question is None; write text"),
     ],
 )
 def test_a_bad_row_is_refused_by_index_and_column(tmp_path, row, message):
@@ -125,7 +121,7 @@ def test_the_answer_of_a_row(value, answer):
         ({"seconds": float("inf")}, "seconds: inf; write a positive number"),
         ({"split": "dev"}, "split: 'dev'"),
         ({"difficulty": 0}, "difficulty: 0"),
-        ({"prompt_column": "q"}, "prompt_column: this is for a dataset"),
+        ({"prompt_column": "q", "dataset_seed": 0}, "dataset_seed, prompt_column: this is for a dataset"),
         ({"dataset": "nowhere.jsonl"}, "there is no file 'nowhere.jsonl'"),
         ({"dataset": "x.jsonl", "families": ["slope"]}, "families: these are for generated"),
         ({"dataset": "x.jsonl", "split": "dev"}, "split: 'dev'"),
@@ -137,8 +133,9 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="shown_tests"):
-        MathEnv(dataset="x.jsonl", shown_tests=1)
+    for source in ({"dataset": "x.jsonl"}, {}):
+        with pytest.raises(TypeError, match="shown_tests"):
+            MathEnv(shown_tests=1, **source)
 
 
 def test_a_missing_math_verify_is_told(monkeypatch):
