@@ -1,6 +1,6 @@
 """How fast the actor trains and scores on one GPU, and whether it computes what plain transformers does.
 
-    python benchmarks/actor_throughput.py [--sizes 4B 0.6B] [--seconds 190]
+    python benchmarks/actor_throughput.py [--sizes 4B 0.6B] [--only NUMBER ...] [--seconds 190]
     python benchmarks/actor_throughput.py --tiny      # on a CPU, in a minute
 
 Qwen3 shapes with random weights, written to a temporary folder (10 GB for both sizes). Rows are groups of 8 with a
@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["4B", "0.6B"], choices=SHAPES)
     parser.add_argument("--seconds", type=float, default=190.0, help="after which no variant is begun")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of variants, from 0 on in the order of the script")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     sizes, scale = (["tiny"], Scale(256, 2, 16, 2048)) if options.tiny else (options.sizes, Scale())
@@ -174,7 +175,8 @@ def main() -> None:
     peak = peak_operations(DEVICE, DTYPE) / 1e12
     made: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for size, variant in [found for found in VARIANTS if found[0] in sizes]:
+        chosen = [VARIANTS[number] for number in options.only] if options.only else VARIANTS
+        for size, variant in [found for found in chosen if found[0] in sizes]:
             left = options.seconds - (time.monotonic() - started)
             print(f"{size} {variant}, {left:.0f} s left", flush=True)
             if left < 0:
