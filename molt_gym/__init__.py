@@ -23,6 +23,7 @@ from .env import ChatEnv, Turn
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed, UnknownEnv
 from .images import image_part
 from .messages import text_of
+from .multi_agent import GameEnv, IllegalMove
 from .policy import Policy, PolicyFunction, as_policy
 from .registry import EnvInfo, list_envs, make, register
 from .spaces import AssistantMessageSpace as AssistantMessage
@@ -45,6 +46,8 @@ __all__ = [
     "Conversation",
     "EnvFailure",
     "EnvInfo",
+    "GameEnv",
+    "IllegalMove",
     "NotAChatEnv",
     "Policy",
     "PromptTooLong",
@@ -302,6 +305,9 @@ if "CodeExec-v0" not in _gym.registry:
     )
     register("Math-v0", "molt_gym.envs.math:MathEnv", nondeterministic=True)
     register("Geo3k-v0", "molt_gym.envs.geo3k:Geo3kEnv", nondeterministic=True)
+    register("TicTacToe-v0", "molt_gym.envs.games:TicTacToe")
+    register("ConnectFour-v0", "molt_gym.envs.games:ConnectFour")
+    register("Negotiation-v0", "molt_gym.envs.games:Negotiation")
     register(
         "Geo3kAgent-v0",
         "molt_gym:AgentEnv",

@@ -61,8 +61,8 @@ class TextEnv(ChatEnv):
             raise ConfigError(f"illegal_limit: {illegal_limit!r}; write an integer from 1 on")
         self.env = _make(env, kwargs)
         package = type(self.env.unwrapped).__module__.partition(".")[0]
-        self._describe = _function(describe or _DESCRIBERS.get(package), "describe")
-        self._parse = _function(parse, "parse")
+        self._describe = named_function(describe or _DESCRIBERS.get(package), "describe")
+        self._parse = named_function(parse, "parse")
         if not self._parse and not is_small(self.env.action_space):
             self.env.close()
             raise NotAChatEnv(f"{_id(env)}: its actions are {self.env.action_space!r:.200}, which a reply can hardly "
@@ -154,7 +154,8 @@ def _id(env: str | Callable[..., gym.Env]) -> str:
     return env if isinstance(env, str) else getattr(env, "__name__", repr(env))
 
 
-def _function(given: Any, name: str) -> Any:
+def named_function(given: Any, name: str) -> Any:
+    """What "module:function" names, or `given` itself if it is no text; raises ConfigError, which names the field."""
     if not isinstance(given, str):
         return given
     module, _, attribute = given.partition(":")
