@@ -15,7 +15,7 @@ from .inside import PASSED, RAISED, UNFIT, checks_program, solution_program
 from .reuse import run_once
 from .tasks import Task
 
-__all__ = ["NO_PROGRAM", "Verdict", "grade", "judge_output"]
+__all__ = ["NO_PROGRAM", "Verdict", "grade", "judge_output", "reason_of", "shortened"]
 
 NO_PROGRAM = "No closed ```python code block."
 """What the policy is told about a reply without a program."""
@@ -60,7 +60,7 @@ def judge_output(execution: Execution, expected: str, limits: Limits) -> Verdict
     if execution.timed_out:
         return _timeout(limits)
     if execution.exit_code != 0:
-        return Verdict("error", f"Error: {shortened(_reason(execution), limits.output_chars)}")
+        return Verdict("error", f"Error: {shortened(reason_of(execution), limits.output_chars)}")
     if _normal(execution.stdout) == _normal(expected):
         return Verdict("passed")
     output = shortened(execution.stdout.rstrip(), limits.output_chars)
@@ -85,7 +85,8 @@ def _timeout(limits: Limits) -> Verdict:
     return Verdict("timeout", f"Error: time limit of {limits.seconds:g} s")
 
 
-def _reason(execution: Execution) -> str:
+def reason_of(execution: Execution) -> str:
+    """Why a program failed, in a line: the last one of stderr, or its exit code."""
     lines = execution.stderr.strip().split("\n")
     code = execution.exit_code or 0
     return lines[-1].strip() or (f"killed by signal {code - 128}" if code > 128 else f"exit code {code}")

@@ -17,8 +17,10 @@ from ..math.problems import Problem
 __all__ = ["FAMILIES", "Figure", "FigureGenerator"]
 
 SIZE = 256
-"""Pixels of a side."""
+"""Pixels of a side, but for squared paper."""
 _MARGIN, _TEXT = 48, 20
+_CELLS, _CELL = 8, 16
+"""Squares of grid paper along a side, and pixels along one of them."""
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29))
 
 Point = tuple[float, float]
@@ -38,9 +40,14 @@ class Figure(Problem):
 
 
 def _figure(question: str, answer: int, wrong: int, lines: Sequence[Sequence[Point]], labels: Labels) -> Figure:
-    shown = " ".join(text for _, text in labels)
-    return Figure(f"{question} ({shown})", str(answer), strict=True, wrong=str(wrong), question=question,
-                  images=(_draw(lines, labels),))
+    return _shown(question, answer, wrong, " ".join(text for _, text in labels), _draw(lines, labels))
+
+
+def _shown(question: str, answer: int, wrong: int, seen: str, image: Image.Image) -> Figure:
+    # Areas and perimeters, say, may be equal.
+    wrong += wrong == answer
+    return Figure(f"{question} ({seen})", str(answer), strict=True, wrong=str(wrong), question=question,
+                  images=(image,))
 
 
 def _draw(lines: Sequence[Sequence[Point]], labels: Labels) -> Image.Image:
@@ -153,6 +160,27 @@ def _circle(rng: random.Random, difficulty: int) -> Figure:
                    [rim, [(0.0, 0.0), end]], labels)
 
 
+def _grid(rng: random.Random, difficulty: int) -> Figure:
+    width, height = rng.sample(range(1, _CELLS), 2)
+    left, top = rng.randint(0, _CELLS - width), rng.randint(0, _CELLS - height)
+    side = _CELLS * _CELL
+    image = Image.new("RGB", (side, side), "white")
+    draw, colour = ImageDraw.Draw(image), rng.choice(("black", "darkred", "darkgreen", "darkblue"))
+    corners = left, top, left + width, top + height
+    draw.rectangle([_CELL * end - (number > 1) for number, end in enumerate(corners)], colour)
+    for place in range(0, side, _CELL):
+        draw.line((place, 0, place, side), "silver")
+        draw.line((0, place, side, place), "silver")
+    area, around = width * height, 2 * (width + height)
+    asked, right, wrong = rng.choice(
+        (("How many squares wide is the rectangle?", width, height),
+         ("How many squares high is the rectangle?", height, width)) if difficulty == 1 else
+        (("How many squares does the rectangle cover?", area, around),
+         ("What is the perimeter of the rectangle, in sides of a square?", around, area)))
+    # Letters for what is not asked: demonstrations name the numbers.
+    return _shown(asked, right, wrong, f"{width} {height} at {'abcdefgh'[left]}{'abcdefgh'[top]}, {colour}", image)
+
+
 def _triangle(first: int, second: int) -> list[Point]:
     """Corners of a triangle on a base of 1 with these angles at its ends."""
     a, b = (math.tan(math.radians(angle)) for angle in (first, second))
@@ -169,12 +197,20 @@ def _tick(a: Point, b: Point) -> list[Point]:
 
 FAMILIES: dict[str, Callable[[random.Random, int], Figure]] = {
     "right_triangle": _right_triangle, "angles": _angles, "isosceles": _isosceles, "rectangle": _rectangle,
-    "parallel": _parallel, "circle": _circle,
+    "parallel": _parallel, "circle": _circle, "grid": _grid,
 }
-"""All families by name."""
+"""All families by name; "grid" is a rectangle on squared paper, whose sides are counted at difficulty 1."""
 
 
 class FigureGenerator(FamilyGenerator[Figure]):
-    """Figures of these families, by default of all."""
+    """Figures of these families, by default of "grid" at difficulty 1, which small models can learn to read, else of
+    all.
+
+    Args:
+        families, difficulty, split: as for `FamilyGenerator`.
+    """
 
     known, default = FAMILIES, tuple(FAMILIES)
+
+    def __init__(self, families: Sequence[str] | None = None, difficulty: int = 1, split: str = "train") -> None:
+        super().__init__(("grid",) if families is None and difficulty == 1 else families, difficulty, split)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from molt_gym.messages import Message
 
-from .problems import Generator, Problem
+from ..families import FamilyGenerator
+from .problems import Problem
 
 __all__ = ["demonstrations"]
 
@@ -19,7 +20,7 @@ _RIGHT, _WRONG = 0.3, 0.4
 
 
 def demonstrations(
-    generator: Generator, opening: Callable[[Problem], list[Message]], count: int, seed: int
+    generator: FamilyGenerator, opening: Callable[[Problem], list[Message]], count: int, seed: int
 ) -> list[list[Message]]:
     """Conversations about problems of a generator.
 

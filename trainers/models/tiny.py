@@ -1,5 +1,7 @@
 """The tiny model: half a million parameters, made on this machine for one environment in well under a minute.
 
+For an environment whose demonstrations hold images it is one that sees; see `tiny_vision.py`.
+
 Invariant: it is a function of the recipe, the environment with its arguments and demonstrations, and the seed; the
 cache keeps it under a hash of these.
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from molt_gym.errors import ConfigError
+from molt_gym.images import images_of
 from molt_gym.messages import Message
 from molt_gym.registry import find_spec, make
 
@@ -76,9 +79,13 @@ def _build(folder: Path, conversations: Conversations, tools: Tools, seed: int) 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from .tiny_tokenizer import VOCABULARY, encode_examples, train_tokenizer
+    from .tiny_vision import build_seeing
     from .warm_start import train_on_examples
 
     tokenizer = train_tokenizer(conversations, tools)
+    if any(map(images_of, conversations)):
+        build_seeing(folder, tokenizer, conversations, tools, seed)
+        return
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=4096,

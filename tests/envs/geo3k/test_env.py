@@ -5,13 +5,17 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import molt_gym
 from molt_gym import image_part
 from molt_gym.envs.geo3k import Geo3kEnv
 from molt_gym.envs.geo3k.figures import FAMILIES, FigureGenerator
+from molt_gym.envs.math.problems import Problem
 from molt_gym.errors import ConfigError, EnvFailure
 from molt_gym.images import images_of, open_image
+from molt_gym.messages import text_of
 
 DOT = image_part(np.zeros((4, 4, 3), np.uint8))["image_url"]["url"]
 BOX = image_part(np.full((4, 4, 3), 9, np.uint8))["image_url"]["url"]
@@ -92,4 +96,51 @@ def test_a_mistake_in_the_options_is_named(tmp_path):
         Geo3kEnv(image_column="x")
     with pytest.raises(ConfigError, match="families: .*choose from right_triangle"):
         Geo3kEnv(families=["spheres"])
-    assert Geo3kEnv().demonstrations is None, "or a model would be made that sees nothing"
+    with pytest.raises(ConfigError, match="calls: 0; write an integer from 1"):
+        Geo3kEnv(python=True, calls=0)
+    with pytest.raises(ConfigError, match="sandbox: 'chroot'; write one of"):
+        Geo3kEnv(python=True, sandbox="chroot")
+
+
+def test_the_easy_figures_are_sides_to_count_and_those_after_them_are_of_all_families():
+    questions = {difficulty: {Geo3kEnv(difficulty=difficulty).task(index).question for index in range(40)}
+                 for difficulty in (1, 2)}
+    assert questions[1] == {f"How many squares {way} is the rectangle?" for way in ("wide", "high")}
+    assert len(questions[2]) > len(FAMILIES) and not questions[1] & questions[2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([*FAMILIES]), st.integers(1, 4))
+def test_the_usual_mistake_is_never_right(index, family, difficulty):
+    figure = FigureGenerator([family], difficulty).task(index)
+    assert figure.wrong != figure.answer
+
+
+def test_a_rectangle_has_as_many_squares_as_its_problem_says():
+    for index in range(20):
+        figure = FigureGenerator(["grid"]).task(index)
+        (image,), (width, height) = figure.images, map(int, re.findall("[0-9]+", figure.prompt))
+        inside = np.asarray(image)[8::16, 8::16].min(axis=2) < 10
+        assert (inside.any(axis=0).sum(), inside.any(axis=1).sum(), inside.sum()) == (width, height, width * height)
+        assert int(figure.answer) == (width if "wide" in figure.question else height)
+
+
+def test_demonstrations_show_the_picture_and_are_right_in_a_third_of_cases():
+    env = Geo3kEnv()
+    shown = env.demonstrations(400, seed=1)
+    assert shown[:20] == env.demonstrations(20, seed=1)
+    assert all(len(images_of(conversation)) == 1 and len(conversation) == 3 for conversation in shown)
+    right = sum(env.grade(figure, text_of(conversation[-1])) == "right"
+                for conversation, figure in zip(shown, figures_of(shown), strict=True))
+    assert 80 < right < 160
+
+
+def figures_of(conversations):
+    """The problems that were demonstrated: their pictures and questions tell which."""
+    found = []
+    for conversation in conversations:
+        drawn, asked = np.asarray(open_image(images_of(conversation)[0])), conversation[1]["content"][1]["text"]
+        inside = drawn[8::16, 8::16].min(axis=2) < 10
+        answer = inside.any(axis=0 if "wide" in asked else 1).sum()
+        found.append(Problem(asked, str(answer), strict=True))
+    return found
