@@ -15,6 +15,7 @@ from gymnasium.error import ResetNeeded
 
 from .images import inline_images
 from .messages import Conversation, Message
+from .rewards import parts_of
 from .task_env import TaskEnv, finite
 
 __all__ = ["ChatEnv", "Turn"]
@@ -26,7 +27,7 @@ class Turn:
 
     Args:
         messages: what the env says to the reply (user and tool messages); [] to end, or to let the policy go on.
-        reward: of this turn, a finite real number.
+        reward: of this turn, a finite real number; of several parts, what a `Rewards` gives.
         terminated: whether the episode is over. A cap on turns is no business of the env: register it with
             `max_episode_steps`, and Gymnasium reports it as truncation.
         info: for people and metrics; nothing volatile such as time stamps, as equal seeds must give equal info.
@@ -109,7 +110,8 @@ class ChatEnv(TaskEnv):
         observation = self._observe("answer", self.tools)
         self._reward += reward
         self._over = bool(turn.terminated)
-        return observation, reward, self._over, False, {**copy.deepcopy(turn.info), "task_index": self._index}
+        info = {**parts_of(turn.reward), **copy.deepcopy(turn.info), "task_index": self._index}
+        return observation, reward, self._over, False, info
 
     def _fresh(self, messages: Any) -> Any:
         """A copy with its images in it; what is no list of messages is told later."""

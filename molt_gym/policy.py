@@ -73,24 +73,29 @@ class EndpointPolicy:
         timeout: seconds for one request.
         retries: how often a request is sent again that failed in a way that may pass.
         top_k: sent only if it is not 0, as not every API knows it.
+        session: the secret of a session, where `url` is that of a loopback server; it is asked past any proxy.
     """
 
     def __init__(
         self, url: str, model: str, *, concurrency: int = 64, timeout: float = 570.0, retries: int = 4,
         max_tokens: int = 512, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+        session: str | None = None,
     ) -> None:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        self._client = AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries)
+        key = session or os.environ.get("OPENAI_API_KEY") or "none"
+        client = DefaultAsyncHttpxClient(trust_env=False, verify=url.startswith("https:")) if session else None
+        self._client = AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries, http_client=client)
         self._turn = asyncio.Semaphore(concurrency)
         self._options: dict[str, Any] = {
             "model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
             "extra_body": {"top_k": top_k} if top_k else None}
 
-    async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
+    async def reply(
+        self, messages: list[Message], tools: list[dict[str, Any]], *, seed: int | None = None
+    ) -> Message:
         """The first choice of a chat completion, as an `EndpointMessage`; raises the SDK's errors."""
-        more = {"tools": tools} if tools else {}
+        more: dict[str, Any] = ({"tools": tools} if tools else {}) | ({} if seed is None else {"seed": seed})
         async with self._turn:
             completion = await self._client.chat.completions.create(messages=messages, **self._options, **more)
         if not completion.choices:

@@ -3,13 +3,14 @@
 The pools of `concurrent.futures` are joined at exit, and a shared pool can fill up with waiters on its own work.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-__all__ = ["Worker", "call_in_thread"]
+__all__ = ["Worker", "call_in_thread", "loop_in_thread"]
 
 T = TypeVar("T")
 
@@ -45,6 +46,13 @@ def call_in_thread(call: Callable[[], T], name: str = "molt-gym-call") -> "Futur
     future = worker.submit(call)
     worker.stop()
     return future
+
+
+def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
+    """A new event loop that runs in a thread of its own, for as long as the process does."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+    return loop
 
 
 def _work(inbox: SimpleQueue) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from ..registry import register
+from ..rewards import Reward, parts_of
 from ..task_env import finite
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Result:
     """How a run of an agent ended.
 
     Args:
-        reward: is added to what `AgentContext.add_reward` was given; a finite real number.
+        reward: is added to what `AgentContext.add_reward` was given; a finite real number, or what a `Rewards` gives.
         score: what evaluation reports, where that is something else than the reward.
         info: for people and metrics; nothing volatile such as time stamps, as equal seeds must give equal info.
         truncated: whether a limit cut the run off, rather than the agent having come to its end.
@@ -157,13 +158,17 @@ def as_result(value: Any, what: str) -> Result:
         TypeError: another field of the result is wrong.
     """
     if not isinstance(value, Result):
-        return Result() if value is None else Result(finite(value, f"{what}: the reward"))
+        return Result() if value is None else Result(_reward(value, what))
     if not isinstance(value.info, Mapping):
         raise TypeError(f"{what}: Result.info is {value.info!r:.200}; write a dict")
     if not isinstance(value.truncated, bool | np.bool_):
         raise TypeError(f"{what}: Result.truncated is {value.truncated!r:.200}; write True or False")
     score = None if value.score is None else finite(value.score, f"{what}: the score")
-    return Result(finite(value.reward, f"{what}: the reward"), score, dict(value.info), bool(value.truncated))
+    return Result(_reward(value.reward, what), score, dict(value.info), bool(value.truncated))
+
+
+def _reward(value: Any, what: str) -> Reward:
+    return Reward(finite(value, f"{what}: the reward"), parts_of(value))
 
 
 def _imported(path: str) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..server.exchange import Call, Reply, Respondent
+from ..threads import loop_in_thread
 
 if TYPE_CHECKING:
     from ..server.session import Session
@@ -26,8 +27,7 @@ class Background:
     def __init__(self) -> None:
         from ..server.server import LoopbackServer
 
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="molt-gym-server", daemon=True).start()
+        self.loop = loop_in_thread("molt-gym-server")
         # Somebody who plays by hand takes the time that it takes; the deadlines are those of the envs.
         self._server = LoopbackServer(timeout=None)
         asyncio.run_coroutine_threadsafe(self._server.start(), self.loop).result(_SECONDS)

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import EnvFailure
 from ..messages import Message
+from ..rewards import Reward, add_parts, parts_of
 from ..task_env import finite
 from .agent import Result
 
@@ -63,7 +64,7 @@ class AgentContext:
         self.deadline = time.monotonic() + timeout
         self._lock = threading.Lock()
         self._reported = Result()
-        self._since = 0.0
+        self._since = Reward()
         self._broken: EnvFailure | None = None
         self._cancelled = False
         self._on_cancel: list[Callable[[], None]] = []
@@ -117,11 +118,12 @@ class AgentContext:
         self, *, reward: float = 0.0, score: float | None = None, info: Mapping[str, Any] | None = None,
         truncated: bool | None = None,
     ) -> None:
-        """Says how it goes: the reward is added, the score replaces the last one, and info is merged.
+        """Says how it goes: the reward is added, part by part, the score replaces the last one, and info is merged.
 
         Raises:
             EnvFailure: reason "reward": the reward or the score is no finite real number.
         """
+        parts = parts_of(reward)
         try:
             reward = finite(reward, f"task {self.index}: the reward")
             score = None if score is None else finite(score, f"task {self.index}: the score")
@@ -130,9 +132,10 @@ class AgentContext:
             raise
         with self._lock:
             self._reported.reward += reward
-            self._since += reward
+            self._since = Reward(self._since + reward, add_parts(self._since.info, parts))
             self._reported.score = self._reported.score if score is None else score
-            self._reported.info = {**self._reported.info, **(info or {})}
+            told = self._reported.info
+            self._reported.info = {**told, **(info or {}), **add_parts(told, parts)}
             self._reported.truncated = self._reported.truncated if truncated is None else bool(truncated)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
@@ -158,10 +161,10 @@ class AgentContext:
         with self._lock:
             return copy.deepcopy(self._reported)
 
-    def _drain(self) -> float:
+    def _drain(self) -> Reward:
         """The reward since the last call."""
         with self._lock:
-            since, self._since = self._since, 0.0
+            since, self._since = self._since, Reward()
             return since
 
     def _cancel(self) -> None:

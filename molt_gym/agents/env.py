@@ -7,7 +7,8 @@ deadline of the run.
 
 import copy
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +16,7 @@ from gymnasium.error import ResetNeeded
 
 from ..errors import EnvFailure
 from ..messages import Conversation, Message, text_of
+from ..rewards import SUMMED
 from ..server.exchange import Call, Reply
 from ..task_env import TaskEnv
 from .agent import AgentLike, Result, load_agent
@@ -105,7 +107,7 @@ class AgentEnv(TaskEnv):
         self._reward += reward
         truncated = result is not None and result.truncated
         terminated = result is not None and not truncated
-        return self._observe("step", self._tools), reward, terminated, truncated, self._info()
+        return self._observe("step", self._tools), float(reward), terminated, truncated, self._info(reward.info)
 
     def launch(
         self, session: AgentSession, *, index: int, seed: int | None = None, max_turns: int | None = None,
@@ -161,9 +163,11 @@ class AgentEnv(TaskEnv):
             self._messages, self._tools = copy.deepcopy(list(call.messages)), copy.deepcopy(list(call.tools))
         return result
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self, parts: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
+        """parts: of the reward since the last step, as the others were told."""
         score = {} if self._reported.score is None else {"score": self._reported.score}
-        return {**self._reported.info, **score, "task_index": self._index}
+        info = {name: value for name, value in self._reported.info.items() if not name.startswith(SUMMED)}
+        return {**info, **parts, **score, "task_index": self._index}
 
     def _end(self) -> None:
         if self._episode is not None:

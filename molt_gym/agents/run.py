@@ -7,6 +7,7 @@ is a daemon, and so are those of `asyncio.to_thread` on its loop: none keeps the
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import threading
 import traceback
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import EnvFailure
+from ..judge_calls import metered
+from ..rewards import Reward
 from ..server.errors import CODE_HEADER, ENGINE_CODES, LIMIT_CODES
 from ..threads import call_in_thread
 from .agent import ChatAgent, Result, as_result
@@ -73,7 +76,9 @@ class AgentRun:
         self.future = Future()
         self._agent, self._session = agent, session
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._main, name=f"molt-gym-agent-{index}", daemon=True)
+        # Judges find the run that the env is played in by the context of who plays it.
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._main,),
+                                        name=f"molt-gym-agent-{index}", daemon=True)
         self._thread.start()
 
     def cancel(self) -> None:
@@ -126,7 +131,8 @@ class AgentRun:
 
     def _result(self) -> Result:
         try:
-            returned = as_result(self._played(), f"{self._agent}.run")
+            with metered() as counted:
+                returned = as_result(self._played(), f"{self._agent}.run")
         except BaseException as error:  # noqa: BLE001  whatever it is, it fails this run alone
             _release(error)
             failure = _env_failure(error)
@@ -141,6 +147,7 @@ class AgentRun:
                 raise EnvFailure("agent", _described(error)) from error
             returned = Result(truncated=True)
         self._check_session()
+        self.context.add_reward(Reward(0.0, counted))
         self.context.report(reward=returned.reward, score=returned.score, info=returned.info)
         return self.so_far(truncated=returned.truncated or self._limited)
 
