@@ -2,7 +2,9 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +12,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from .images import KINDS, image_digest, open_image, source_of
 from .messages import Message, same_message, text_of
 from .tokens.trajectory import Trajectory
 
@@ -35,12 +38,15 @@ def print_trajectory(console: Console, trajectory: Trajectory) -> None:
     console.print()
 
 
-def print_message(console: Console, message: Message) -> None:
-    """A message under its role. Text is shown as it is: no markup, no control characters."""
+def print_message(console: Console, message: Message, pictures: Path | None = None) -> None:
+    """A message under its role. Text is shown as it is: no markup, no control characters.
+
+    An image is a line that says how large it is; it is written into the folder `pictures`, if there is one, and named.
+    """
     console.print(Text(message["role"], f"bold {_STYLES.get(message['role'], '')}"))
     if message.get("reasoning_content"):
         console.print(Padding(Text(_printable(message["reasoning_content"]), "dim italic"), (0, 0, 0, 2)))
-    if text := text_of(message):
+    if text := _content(message, pictures):
         console.print(Padding(Text(_printable(text)), (0, 0, 0, 2)))
     for call in message.get("tool_calls") or ():
         function = call["function"]
@@ -53,7 +59,7 @@ def play(
     """Let a person answer an env from standard input, one episode; returns the reward.
 
     A reply ends with a line that holds a single dot. A reply that is a JSON object with "role" is taken as the message
-    itself, so that tools can be called.
+    itself, so that tools can be called. Images are files in a folder that is there as long as the episode.
 
     Raises:
         EOFError: the input ended before the episode.
@@ -63,41 +69,65 @@ def play(
     console = console or Console(highlight=False)
     env = make(env_id, **(env_kwargs or {}))
     try:
-        observation, _ = env.reset(seed=seed)
-        shown: list[Message] = []
-        tools: list[dict[str, Any]] = []
-        total, over = 0.0, False
-        while not over:
-            _print_new(console, observation["messages"], shown)
-            if observation["tools"] != tools:
-                tools = observation["tools"]
-                console.print(Text("tools", "bold cyan"))
-                console.print(Padding(Text(_printable("\n".join(map(json.dumps, tools)))), (0, 0, 0, 2)))
-            console.print(
-                Text("assistant", "bold green").append("  (end your reply with a line holding one dot)", "dim")
-            )
-            shown, reply = observation["messages"], _reply()
-            try:
-                observation, reward, terminated, truncated, _ = env.step(reply)
-            except ValueError as error:
-                console.print(Text(str(error), "red"))
-                continue
-            shown = [*shown, reply]
-            total, over = total + float(reward), terminated or truncated
-        _print_new(console, observation["messages"], shown)
-        console.print(Text(f"reward {total:g}", "bold"))
-        return total
+        with tempfile.TemporaryDirectory(prefix="molt-gym-") as folder:
+            return _play(env, seed, console, Path(folder))
     finally:
         env.close()
 
 
-def _print_new(console: Console, messages: list[Message], shown: list[Message]) -> None:
+def _play(env: Any, seed: int | None, console: Console, pictures: Path) -> float:
+    observation, _ = env.reset(seed=seed)
+    shown: list[Message] = []
+    tools: list[dict[str, Any]] = []
+    total, over = 0.0, False
+    while not over:
+        _print_new(console, observation["messages"], shown, pictures)
+        if observation["tools"] != tools:
+            tools = observation["tools"]
+            console.print(Text("tools", "bold cyan"))
+            console.print(Padding(Text(_printable("\n".join(map(json.dumps, tools)))), (0, 0, 0, 2)))
+        console.print(Text("assistant", "bold green").append("  (end your reply with a line holding one dot)", "dim"))
+        shown, reply = observation["messages"], _reply()
+        try:
+            observation, reward, terminated, truncated, _ = env.step(reply)
+        except ValueError as error:
+            console.print(Text(str(error), "red"))
+            continue
+        shown = [*shown, reply]
+        total, over = total + float(reward), terminated or truncated
+    _print_new(console, observation["messages"], shown, pictures)
+    console.print(Text(f"reward {total:g}", "bold"))
+    return total
+
+
+def _print_new(console: Console, messages: list[Message], shown: list[Message], pictures: Path) -> None:
     """What does not stand there yet; all, if it does not go on from that, as what a sub-agent asks."""
     goes_on = len(messages) >= len(shown) and all(map(same_message, messages, shown))
     if not goes_on:
         console.print(Rule(Text("another conversation", "bold"), align="left", style="dim"))
     for message in messages[len(shown) if goes_on else 0 :]:
-        print_message(console, message)
+        print_message(console, message, pictures)
+
+
+def _content(message: Message, pictures: Path | None) -> str:
+    content = message.get("content")
+    if not isinstance(content, list) or all(part.get("type") == "text" for part in content):
+        return text_of(message)
+    return "\n".join(_image(source_of(part), pictures) if part.get("type") in KINDS else part.get("text") or ""
+                     for part in content)
+
+
+def _image(uri: Any, pictures: Path | None) -> str:
+    try:
+        picture = open_image(uri)
+    except ValueError as error:
+        return f"[{error}]"
+    size = f"[image, {picture.width} x {picture.height} pixels"
+    if pictures is None:
+        return f"{size}]"
+    file = pictures / f"{image_digest(uri)[:12]}.png"
+    picture.save(file)
+    return f"{size}: {file}]"
 
 
 def _reply() -> Message:
