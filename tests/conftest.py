@@ -1,7 +1,11 @@
-"""What tests of several parts share: tiny models that see, and pictures for them."""
+"""What tests of several parts share: tiny models that see, pictures for them, and servers in processes of their own."""
 
 import functools
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +78,23 @@ def picture() -> Callable[..., dict]:
     return draw
 
 
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Callable[..., "Served"]]:
+    """`serve(script, *arguments)` starts a script of this folder that serves at a port, its first argument.
+
+    What it gives has a `url`, and can `kill()` and `start()` it. It is killed after the last test.
+    """
+    started = []
+
+    def start(script: str, *arguments: str) -> Served:
+        started.append(Served(script, *arguments))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.kill()
+
+
 def _tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -86,3 +107,39 @@ def _tokenizer():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, eos_token="<|im_end|>",
                                    pad_token="<|endoftext|>", clean_up_tokenization_spaces=False)
+
+
+class Served:
+    """A script that serves at a port, its first argument; ready once it is there.
+
+    Args:
+        script: below this folder.
+        *arguments: after the port.
+    """
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, str(Path(__file__).parent / script), str(self.port), *arguments]
+        self.start()
+
+    def start(self, seconds: float = 120.0) -> None:
+        """Starts it, at the same port, and waits until it takes connections."""
+        self._process = subprocess.Popen(self._command)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    raise RuntimeError(f"{self._command[1]} does not serve") from None
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        """Ends it without a word, as the kernel would."""
+        self._process.kill()
+        self._process.wait(30)

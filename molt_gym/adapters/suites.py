@@ -16,8 +16,8 @@ __all__ = ["SUITES", "Suite", "hint", "load"]
 
 @dataclass(frozen=True)
 class Suite:
-    """namespace: of its ids. package: what has to be importable. extra: of molt-gym, that installs it. module: its
-    adapter, whose `register_ids()` registers them. about: one line for people."""
+    """namespace: of its ids. package: what has to be importable. extra: of molt-gym, that installs it; both "" where
+    nothing has to be. module: its adapter, whose `register_ids()` registers them. about: one line for people."""
 
     namespace: str
     package: str
@@ -28,17 +28,18 @@ class Suite:
     @property
     def installed(self) -> bool:
         """Whether its package can be found."""
-        return importlib.util.find_spec(self.package) is not None
+        return not self.package or importlib.util.find_spec(self.package) is not None
 
     @property
     def install(self) -> str:
         """The command that adds it."""
-        return f"pip install 'molt-gym[{self.extra}]'"
+        return f"pip install 'molt-gym[{self.extra}]'" if self.extra else "pip install molt-gym"
 
 
 SUITES = {suite.namespace: suite for suite in [
     Suite("reasoning_gym", "reasoning_gym", "reasoning-gym", "molt_gym.adapters.reasoning_gym",
           "Procedural reasoning puzzles, each scored by its own verifier"),
+    Suite("openenv", "", "", "molt_gym.adapters.openenv", "Whatever an OpenEnv server runs, by its URL"),
 ]}
 _problems: dict[str, str] = {}
 
