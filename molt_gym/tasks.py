@@ -35,6 +35,11 @@ class TaskRow:
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str], where: str, folder: Path) -> None:
         self._values, self._names, self._where, self._folder = values, names, where, folder
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The whole row, by column."""
+        return dict(self._values)
+
     def get(self, field: str) -> Any:
         """The value as it stands in the dataset; None if this row has none."""
         return self._values.get(self._names.get(field, field))

@@ -14,8 +14,8 @@ from ..messages import Message
 from ..registry import register
 from ..task_env import finite
 from .openenv_actions import Actions, Wanted, actions_of, describe, tool_text, tools_of
-from .openenv_session import RefusedAction, Session, get_json
-from .remote import Servers, checked_timeout
+from .openenv_session import RefusedAction, Session
+from .remote import Servers, checked_timeout, get_json
 from .text_env import named_function
 
 __all__ = ["OpenEnv", "register_ids"]

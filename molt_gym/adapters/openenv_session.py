@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 
 from ..errors import EnvFailure
-from .remote import BUSY, GONE, LATE, wait_for
+from .remote import BUSY, GONE, to_json, wait_for
 
-__all__ = ["RefusedAction", "Session", "get_json"]
+__all__ = ["RefusedAction", "Session"]
 
 _LONGEST = 100 * 2**20
 _CLOSING = 5.0
@@ -93,9 +93,7 @@ class Session:
     async def _exchange(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         # A server that has no room says why and hangs up; what it said is read even if nothing can be sent.
         with contextlib.suppress(ConnectionError):
-            text = json.dumps({"type": kind, "data": data}, ensure_ascii=False)
-            # Half of a surrogate pair is no legal JSON text for others.
-            await self._socket.send_str(text.encode("utf-8", "replace").decode())
+            await self._socket.send_str(to_json({"type": kind, "data": data}))
         answer = await self._answers.get()
         if answer is None:
             self._answers.put_nowait(None)
@@ -118,32 +116,6 @@ class Session:
                 await self._socket.close()
         finally:
             await client.close()
-
-
-def get_json(url: str, seconds: float, *, post: dict[str, Any] | None = None) -> Any:
-    """The JSON that is found there; None if there is no such thing (404, 405 or 501).
-
-    Args:
-        post: sent to it, if given.
-
-    Raises:
-        EnvFailure: as of `Session`.
-    """
-    async def ask() -> Any:
-        async with aiohttp.ClientSession() as client:
-            async with client.request("GET" if post is None else "POST", url, json=post) as response:
-                text = await response.text()
-                if response.status in (404, 405, 501):
-                    return None
-                if not response.ok:
-                    reason = BUSY if response.status == 503 else LATE if response.status == 504 else "server_error"
-                    raise EnvFailure(reason, f"{url}: HTTP {response.status}: {text:.1000}")
-                return json.loads(text)
-
-    try:
-        return wait_for(ask(), seconds, url)
-    except ValueError as error:
-        raise EnvFailure("server_error", f"{url}: no JSON: {error}") from error
 
 
 def _problems(errors: Any) -> str:

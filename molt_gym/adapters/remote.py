@@ -6,6 +6,7 @@ Invariant: whatever goes wrong between here and a server is an `EnvFailure`, wit
 import asyncio
 import concurrent.futures
 import itertools
+import json
 import math
 import os
 import threading
@@ -19,11 +20,12 @@ import aiohttp
 
 from ..errors import ConfigError, EnvFailure
 
-__all__ = ["Servers", "checked_timeout", "wait_for"]
+__all__ = ["BUSY", "GONE", "Client", "Servers", "checked_timeout", "get_json", "to_json", "wait_for"]
 
 T = TypeVar("T")
 BUSY, GONE, LATE = "capacity", "server_gone", "timeout"
 """Reasons of failures: no session is free, no connection (any more), no answer in time."""
+_BETWEEN = {502: GONE, 503: BUSY, 504: LATE}
 _GRACE = 5.0
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)
 _lock = threading.Lock()
@@ -88,11 +90,96 @@ class Servers:
         raise AssertionError("pauses do not end")
 
 
+class Client:
+    """Requests that belong together, as they carry the cookies that the server sets.
+
+    Args:
+        url: what all paths are below.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client: aiohttp.ClientSession | None = None
+
+    def request(self, path: str, seconds: float, data: Any = None, method: str = "POST") -> tuple[int, str]:
+        """Status and text of an answer.
+
+        Raises:
+            EnvFailure: as of `wait_for`; and reason "capacity", "server_gone" or "timeout" for what stands between and
+                says that by a status of 503, 502 or 504.
+        """
+        status, text = wait_for(self._request(path, data, method), seconds, f"{self.url}{path}")
+        if status in _BETWEEN:
+            raise EnvFailure(_BETWEEN[status], f"{self.url}{path}: HTTP {status}: {text:.1000}")
+        return status, text
+
+    def ask(self, path: str, seconds: float, data: Any) -> dict[str, Any]:
+        """The object that is answered to one that is posted.
+
+        Raises:
+            EnvFailure: as of `request`; and reason "server_error" for all other answers.
+        """
+        status, text = self.request(path, seconds, data)
+        found = _decoded(text) if status < 300 else None
+        if not isinstance(found, dict):
+            raise EnvFailure("server_error", f"{self.url}{path}: HTTP {status}: {text:.1000}")
+        return found
+
+    def close(self) -> None:
+        """Forgets the cookies, and closes the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            wait_for(client.close(), _GRACE, self.url)
+
+    async def _request(self, path: str, data: Any, method: str) -> tuple[int, str]:
+        if self._client is None:
+            # Servers are as often known by a number as by a name; and one that closes an idle connection just as it is
+            # used again would fail a request that cannot be repeated.
+            self._client = aiohttp.ClientSession(
+                cookie_jar=aiohttp.CookieJar(unsafe=True), connector=aiohttp.TCPConnector(force_close=True))
+        body = None if data is None else to_json(data).encode()
+        async with self._client.request(method, f"{self.url}{path}", data=body, allow_redirects=False,
+                                        headers={"Content-Type": "application/json"}) as response:
+            return response.status, (await response.read()).decode("utf-8", "replace")
+
+
+def get_json(url: str, seconds: float, *, post: dict[str, Any] | None = None) -> Any:
+    """The JSON that is found there; None if there is no such thing (404, 405 or 501).
+
+    Args:
+        post: sent to it, if given.
+
+    Raises:
+        EnvFailure: as of `Client.ask`.
+    """
+    client = Client(url)
+    try:
+        status, text = client.request("", seconds, post, "GET" if post is None else "POST")
+    finally:
+        client.close()
+    found = _decoded(text) if status < 300 else None
+    if found is None and status not in (404, 405, 501):
+        raise EnvFailure("server_error", f"{url}: HTTP {status}: {text:.1000}")
+    return found
+
+
+def to_json(value: Any) -> str:
+    """JSON that all understand: halves of surrogate pairs, which no text should have, become question marks."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+
+
 def checked_timeout(seconds: Any) -> float:
     """The argument `timeout` of an env. Raises ConfigError if it is no number of seconds above 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ConfigError(f"timeout: {seconds!r}; write seconds, a number above 0")
     return float(seconds)
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _checked(url: Any) -> str:

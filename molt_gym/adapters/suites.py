@@ -40,6 +40,7 @@ SUITES = {suite.namespace: suite for suite in [
     Suite("reasoning_gym", "reasoning_gym", "reasoning-gym", "molt_gym.adapters.reasoning_gym",
           "Procedural reasoning puzzles, each scored by its own verifier"),
     Suite("openenv", "", "", "molt_gym.adapters.openenv", "Whatever an OpenEnv server runs, by its URL"),
+    Suite("nemo_gym", "", "", "molt_gym.adapters.nemo_gym", "Tasks of a NeMo Gym resources server, by its URL"),
 ]}
 _problems: dict[str, str] = {}
 
@@ -54,7 +55,7 @@ def load(namespace: str | None) -> str | None:
             importlib.import_module(suite.module).register_ids()
         except Exception as error:  # noqa: BLE001  one broken suite must not hurt the others
             _problems[suite.namespace] = problem = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the envs of {suite.package} are left out: {problem}", stacklevel=3)
+            warnings.warn(f"the envs of {suite.package or namespace} are left out: {problem}", stacklevel=3)
     return _problems.get(suite.namespace)
 
 

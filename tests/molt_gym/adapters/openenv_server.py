@@ -93,7 +93,7 @@ class WalkEnv(GuessEnv):
     def step(self, action, timeout_s=None, **kwargs):
         if action.note == "crash":
             raise RuntimeError("the floor gave way")
-        time.sleep(5.0 if action.note == "sleep" else 0.0)
+        time.sleep(8.0 if action.note == "sleep" else 0.0)
         self.at += action.steps if action.direction == "right" else -action.steps
         return Place(at=self.at, goal=self.goal, reward=self.at == self.goal, done=self.at == self.goal)
 

@@ -104,7 +104,7 @@ def test_tasks_are_those_that_the_server_lists_in_the_split(server, make):
     assert env.unwrapped.num_tasks == 2 and last((env.reset(options={"index": 1})[0],)) == "at: 0\ngoal: -2"
     with pytest.raises(molt_gym.ConfigError, match="split: 'dev'; the server has 'train', 'test'"):
         make(f"{server.url}/walk", split="dev")
-    with pytest.raises(molt_gym.ConfigError, match="split: 'dev'; the server lists no tasks, so write 'train' or 'test'"):
+    with pytest.raises(molt_gym.ConfigError, match="split: 'dev'; the server lists no tasks, so write 'train' or"):
         make(f"{server.url}/guess", split="dev")
 
 
@@ -127,7 +127,8 @@ def test_mcp_tools_are_listed_and_called_and_a_reply_without_a_call_is_the_last(
     assert last((observation,)) == "Make the total 5."
     assert [tool["function"]["name"] for tool in observation["tools"]] == ["add", "hand_in"]
     assert observation["tools"][0]["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}
-    step = env.step(say("", ("add", '{"number": 3}'), ("add", '{"number": "x"}'), ("nope", "{}"), ("add", '{"number":2}')))
+    calls = [("add", '{"number": 3}'), ("add", '{"number": "x"}'), ("nope", "{}"), ("add", '{"number": 2}')]
+    step = env.step(say("", *calls))
     told = [message["content"] for message in step[0]["messages"][-4:]]
     assert (told[0], told[3]) == ("The total is 3.", "The total is 5.") and told[1].startswith("Error: 1 validation")
     assert told[2] == "Error: Unknown tool: 'nope'" and step[1:3] == (0.0, False)
@@ -173,7 +174,7 @@ def test_servers_are_taken_in_turn_and_one_that_is_away_is_passed_over(server, n
 
 
 def test_a_server_without_a_free_session_is_asked_until_one_is_free(narrow, make):
-    first, second = make(f"{narrow.url}/guess"), make(f"{narrow.url}/guess", timeout=1)
+    first, second = make(f"{narrow.url}/guess"), make(f"{narrow.url}/guess", timeout=2)
     first.reset(options={"index": 0})
     with pytest.raises(EnvFailure, match="capacity: .*: reset: .*1/1") as failure:
         second.reset(options={"index": 1})
@@ -197,7 +198,7 @@ def test_a_session_outlives_a_long_thought(narrow, make):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_fails_the_episode_and_serves_again_when_it_is_back(narrow, make):
-    env = make(f"{narrow.url}/guess", timeout=2)
+    env = make(f"{narrow.url}/guess", timeout=5)
     env.reset(options={"index": 0})
     narrow.kill()
     with pytest.raises(EnvFailure) as failure:
@@ -210,7 +211,7 @@ def test_a_server_that_is_killed_fails_the_episode_and_serves_again_when_it_is_b
 
 
 def test_an_env_that_raises_or_hangs_is_a_failure_and_the_next_episode_is_played(server, make):
-    env = make(f"{server.url}/walk", timeout=1.5)
+    env = make(f"{server.url}/walk", timeout=3)
     for note, reason in [("crash", "server_error"), ("sleep", "timeout")]:
         env.reset(options={"index": 0})
         with pytest.raises(EnvFailure) as failure:
