@@ -6,6 +6,7 @@ has a deadline.
 """
 
 import asyncio
+import inspect
 import json
 import os
 import threading
@@ -20,7 +21,7 @@ from .errors import EnvFailure
 from .judge_prompts import Judgement, repair
 from .judge_source import Calls, Seat
 from .messages import Message, text_of
-from .policy import EndpointMessage, EndpointPolicy, Policy
+from .policy import EndpointMessage, Policy
 from .threads import loop_in_thread
 
 __all__ = ["Question", "judge_loop", "judged", "meter", "metered"]
@@ -140,7 +141,8 @@ async def _asked(seat: Seat, question: Question, calls: Calls, counted: "Counter
 
 async def _verdict(policy: Policy, name: str, question: Question, counted: "Counter[str]") -> Judgement:
     messages = question.messages
-    options = {} if question.number is None or not isinstance(policy, EndpointPolicy) else {"seed": question.number}
+    seeded = question.number is not None and "seed" in inspect.signature(policy.reply).parameters
+    options = {"seed": question.number} if seeded else {}
     for _ in range(2):
         counted["judge/requests"] += 1
         reply = await policy.reply(messages, [], **options)

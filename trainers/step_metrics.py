@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from molt_gym.rewards import SUMMED
 from molt_gym.tokens import Trajectory
 
 from .batch import sampled_tokens
@@ -43,7 +44,7 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
     failed = Counter(trajectory.failure.reason for trajectory in batch.played if trajectory.failure is not None)
     for fate, counts in (("failed", failed), ("retried", batch.retried), ("dropped", batch.dropped)):
         metrics |= {f"rollout/{fate}/{reason}": count for reason, count in sorted(counts.items())}
-    metrics |= _by_env(batch, ended)
+    metrics |= _by_env(batch, ended) | _by_part(ended)
     if not ended:
         return metrics
     rewards = [trajectory.reward for trajectory in ended]
@@ -77,6 +78,16 @@ def _by_env(batch: Batch, ended: Sequence[Trajectory]) -> dict[str, float]:
             metrics |= {f"rollout/count/{env}": sum(trajectory.env == env for trajectory in batch.played),
                         f"mixture/{env}": batch.weights[env]}
     return metrics
+
+
+def _by_part(ended: Sequence[Trajectory]) -> dict[str, float]:
+    """Of each part of the reward the mean over the rollouts that have it; of what judges took the sum."""
+    values: dict[str, list[float]] = {}
+    for trajectory in ended:
+        for name, value in trajectory.info.items():
+            if name.startswith(SUMMED) and isinstance(value, int | float):
+                values.setdefault(name, []).append(value)
+    return {name: (fmean if name.startswith("reward/") else sum)(found) for name, found in values.items()}
 
 
 def rates(metrics: dict[str, float], played: Sequence[Trajectory]) -> dict[str, float]:

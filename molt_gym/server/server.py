@@ -127,18 +127,22 @@ class LoopbackServer:
         """How many are open."""
         return len(self._sessions)
 
-    def open(self, respondent: Respondent, *, max_turns: int | None = None, key: str | None = None) -> Session:
+    def open(
+        self, respondent: Respondent, *, max_turns: int | None = None, key: str | None = None, remember: bool = True
+    ) -> Session:
         """A new session; close it when its rollout is over.
 
         Args:
             respondent: who answers.
             max_turns: replies that it may get.
             key: its secret; by default a fresh one, which is what you want.
+            remember: see `Session`.
         """
         key = key or f"sk-molt-{secrets.token_urlsafe(24)}"
         if key in self._sessions:
             raise ValueError("key: another open session has it; leave it out to get a fresh one")
-        session = Session(key, self.url, respondent, max_turns=max_turns, timeout=self._timeout, closed=self._forget)
+        session = Session(key, self.url, respondent, max_turns=max_turns, timeout=self._timeout, closed=self._forget,
+                          remember=remember)
         self._sessions[key] = session
         return session
 

@@ -54,6 +54,7 @@ class Session:
         max_turns: replies that the session may get; a request for more sets `over`.
         timeout: seconds for one answer.
         closed: called when it is closed.
+        remember: whether it keeps what was answered, so that retries get it; without, they join what is under way.
     """
 
     turns: int
@@ -67,12 +68,12 @@ class Session:
 
     def __init__(
         self, key: str, url: str, respondent: Respondent, *, max_turns: int | None = None,
-        timeout: float | None = None, closed: Callable[["Session"], None] = lambda _: None,
+        timeout: float | None = None, closed: Callable[["Session"], None] = lambda _: None, remember: bool = True,
     ) -> None:
         self.key, self.url, self.respondent = key, url, respondent
         self.turns, self.overflowed, self.failure, self.over = 0, False, None, asyncio.Event()
         self._max_turns, self._timeout, self._when_closed = max_turns, timeout, closed
-        self._open = True
+        self._open, self._remember = True, remember
         self._asked = 0
         self._running: set[asyncio.Task[Completion]] = set()
         self._by_body: dict[bytes, list[_Turn]] = {}
@@ -82,6 +83,8 @@ class Session:
 
     def memory(self, wire: str) -> WireMemory:
         """What the session remembers for a wire; each reads equal bytes in its own way."""
+        if not self._remember:
+            return WireMemory()
         if wire not in self._memories:
             self._memories[wire] = WireMemory()
         return self._memories[wire]
@@ -178,9 +181,11 @@ class Session:
 
     def _ended(self, turn: _Turn, n: int) -> None:
         self._running.discard(turn.task)
-        if turn.task.cancelled() or turn.task.exception() is not None:
+        failed = turn.task.cancelled() or turn.task.exception() is not None
+        if failed and self._remember:
             self._asked -= n
             self._failed[turn.body] += 1
+        if failed or not self._remember:
             same = self._by_body[turn.body]
             same.remove(turn)
             if not same:

@@ -55,7 +55,7 @@ class EngineProxy:
             return future
         room = min(request.sampling.max_tokens, max_context - len(request.ids))
         return self._calls.start("call", "generate", request.ids, replace(request.sampling, max_tokens=room),
-                                 request.images)
+                                 request.images, request.base)
 
 
 class RayVllmEngine(VllmEngine):

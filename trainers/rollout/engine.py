@@ -23,13 +23,14 @@ class Request:
     """One reply to sample.
 
     ids: the whole prompt. key: names the request and orders the requests of one `submit`. images: those whose tokens
-    are among the ids.
+    are among the ids. base: whether an engine that is sent adapters answers without one, as the model was.
     """
 
     ids: list[int]
     sampling: Sampling
     key: tuple[int, ...] = ()
     images: tuple[ImageSpan, ...] = ()
+    base: bool = False
 
 
 class RolloutEngine(Protocol):

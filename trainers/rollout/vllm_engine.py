@@ -128,7 +128,7 @@ class VllmEngine:
                 room = min(request.sampling.max_tokens, self.max_context - len(request.ids))
                 self._clock.enter()
                 future = self._host.call("generate", request.ids, replace(request.sampling, max_tokens=room),
-                                         request.images)
+                                         request.images, request.base)
                 future.add_done_callback(lambda _: self._clock.leave())
             futures.append(asyncio.wrap_future(future))
         return futures

@@ -84,13 +84,15 @@ class VllmHost:
             await self._llm.collective_rpc("divide_logits", args=(self._score_temperature,))
         await self._use_adapter()
 
-    async def generate(self, ids: list[int], sampling: Sampling, images: Sequence[ImageSpan] = ()) -> Generation:
-        """Sample one reply; cancelling the call takes the request out of the engine."""
+    async def generate(
+        self, ids: list[int], sampling: Sampling, images: Sequence[ImageSpan] = (), base: bool = False
+    ) -> Generation:
+        """Sample one reply, if `base` without the adapter; cancelling the call takes the request out of the engine."""
         prompt, name = await self._prompt(ids, images), f"reply-{next(self._numbers)}"
         starts = self._starts[name] = [(self._version, 0)]
         try:
             async for answer in self._llm.generate(prompt, self._parameters(sampling), name, priority=0,
-                                                   lora_request=self._adapter):
+                                                   lora_request=None if base else self._adapter):
                 output = answer.outputs[0]
         finally:
             del self._starts[name]
