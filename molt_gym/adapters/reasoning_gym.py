@@ -19,7 +19,9 @@ __all__ = ["ReasoningGymEnv", "register_ids"]
 
 SYSTEM = "Think as long as you need to, then give the final answer, and nothing else, between <answer> and </answer>."
 TASKS = 1_000_000
-"""Tasks of a split; of data sets that grow with the number, the first ones."""
+"""Tasks of a split."""
+_FEWER = {"acre": 2_000, "word_ladder": 20_000}
+"""Of data sets that make all tasks at once, or refuse more."""
 _COMPOSED = {"composite"}
 
 
@@ -60,7 +62,8 @@ class ReasoningGymEnv(ChatEnv):
                 raise ConfigError(f"dataset: reasoning-gym has no {dataset!r}; `molt-gym envs` lists those that it has")
             try:
                 # Item i is drawn from seed + i alone.
-                self._data = create_dataset(dataset, **{"seed": 0 if split == "train" else 10**9, "size": TASKS}
+                size = _FEWER.get(dataset, TASKS)
+                self._data = create_dataset(dataset, **{"seed": 0 if split == "train" else 10**9, "size": size}
                                             | settings)
             except (TypeError, ValueError, AssertionError) as error:
                 raise ConfigError(f"{dataset}: {error or 'a setting is out of range'}; got {settings}") from error

@@ -49,6 +49,14 @@ def test_settings_go_to_the_data_set_and_bad_ones_are_named():
             molt_gym.make("reasoning_gym/chain_sum-v0", **given)
 
 
+@pytest.mark.parametrize(("name", "tasks"), [("acre", 2_000), ("word_ladder", 20_000)])
+def test_data_sets_that_cannot_be_large_are_smaller(name, tasks):
+    env = molt_gym.make(f"reasoning_gym/{name}-v0")
+    assert env.unwrapped.num_tasks == tasks
+    env.reset(options={"index": tasks - 1})
+    assert env.step(say("<answer>on</answer>"))[4]["outcome"] == "scored"
+
+
 def test_a_verifier_that_raises_or_hangs_earns_nothing():
     env = molt_gym.make("reasoning_gym/prime_factorization-v0", seconds=5)
     env.reset(options={"index": 0})
