@@ -22,10 +22,12 @@ from .agents import AgentContext, AgentEnv, ChatAgent, CommandAgent, Result, reg
 from .env import ChatEnv, Turn
 from .errors import ConfigError, EnvFailure, NotAChatEnv, PromptTooLong, RunFailed, UnknownEnv
 from .images import image_part
+from .judge import Judge
 from .messages import text_of
 from .multi_agent import GameEnv, IllegalMove
 from .policy import Policy, PolicyFunction, as_policy
 from .registry import EnvInfo, list_envs, make, register
+from .rewards import Rewards
 from .spaces import AssistantMessageSpace as AssistantMessage
 from .spaces import ConversationSpace as Conversation
 from .tasks import load_tasks
@@ -48,10 +50,12 @@ __all__ = [
     "EnvInfo",
     "GameEnv",
     "IllegalMove",
+    "Judge",
     "NotAChatEnv",
     "Policy",
     "PromptTooLong",
     "Result",
+    "Rewards",
     "RunFailed",
     "TextEnv",
     "Turn",
@@ -305,6 +309,7 @@ if "CodeExec-v0" not in _gym.registry:
     )
     register("Math-v0", "molt_gym.envs.math:MathEnv", nondeterministic=True)
     register("Geo3k-v0", "molt_gym.envs.geo3k:Geo3kEnv", nondeterministic=True)
+    register("Judge-v0", "molt_gym.envs.judge:JudgeEnv", nondeterministic=True)
     register("TicTacToe-v0", "molt_gym.envs.games:TicTacToe")
     register("ConnectFour-v0", "molt_gym.envs.games:ConnectFour")
     register("Negotiation-v0", "molt_gym.envs.games:Negotiation")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .agreement import krippendorff_alpha, standard_error
 from .errors import ConfigError
-from .judge_calls import Question, judge_loop, judged, meter
+from .judge_calls import Question, judge_loop, judged, meter, rehearsing
 from .judge_prompts import Judgement, Prompt, Rubric, Scale, pairwise, pointwise, read_scores, read_winner
 from .judge_source import USUAL, Calls, Source, check_source, seat
 from .messages import Message
@@ -180,7 +180,8 @@ class Judge:
     def _about(self, prompt: Prompt, reply: str, reference: str | None, rubric: Rubric | None) -> list[Question]:
         looked_for = self._rubric(rubric)
         messages, reader = self.question(prompt, reply, looked_for, reference), (type(self), self.scale)
-        return [Question(messages, lambda text: self.read(text, looked_for), reader, n) for n in self._numbers]
+        usual = Judgement(0.5, parts={} if isinstance(looked_for, str) else dict.fromkeys(looked_for, 0.5))
+        return [Question(messages, lambda text: self.read(text, looked_for), reader, n, usual) for n in self._numbers]
 
     def _between(
         self, prompt: Prompt, a: str, b: str, reference: str | None, rubric: Rubric | None
@@ -202,6 +203,8 @@ class Judge:
 
     def _judgements(self, about: list[list[Question]]) -> Coroutine[Any, Any, list[list[Judgement]]]:
         """To run on the judges' loop; what depends on who asks is looked up here and now."""
+        if rehearsing.get():
+            return _rehearsed([[question.usual for question in questions] for questions in about])
         who, counted = seat(self.source, self.model, self.calls), meter.get(Counter())
 
         async def ask() -> list[list[Judgement]]:
@@ -227,6 +230,10 @@ class Judge:
         consistent = fmean(one == other for one, other in pairs) if pairs else math.nan
         return Comparison(winner, score, consistent, standard_error(scores), judgements[0].reasoning,
                           tuple(judgements))
+
+
+async def _rehearsed(judgements: list[list[Judgement]]) -> list[list[Judgement]]:
+    return judgements
 
 
 async def _elsewhere(work: Coroutine[Any, Any, list[list[Judgement]]]) -> list[list[Judgement]]:

@@ -24,13 +24,14 @@ from .messages import Message, text_of
 from .policy import EndpointMessage, Policy
 from .threads import loop_in_thread
 
-__all__ = ["Question", "judge_loop", "judged", "meter", "metered"]
+__all__ = ["Question", "judge_loop", "judged", "meter", "metered", "rehearsal", "rehearsing"]
 
 MOST_KNOWN = 50_000
 """Verdicts that are remembered, those that were asked for last."""
 
 meter: ContextVar["Counter[str]"] = ContextVar("meter")
 """What judges are counted in: "judge/requests", "judge/tokens" of their replies, "judge/cached", "judge/seconds"."""
+rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Question:
     read: Callable[[str], Judgement]
     reader: Hashable
     number: int | None = None
+    usual: Judgement = Judgement(0.5)
+    """What it is in a rehearsal."""
 
 
 class _Office:
@@ -87,6 +90,16 @@ def metered() -> Iterator["Counter[str]"]:
         yield counted
     finally:
         meter.reset(token)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Within this block nobody is asked: judgements are neither good nor bad."""
+    token = rehearsing.set(True)
+    try:
+        yield
+    finally:
+        rehearsing.reset(token)
 
 
 async def judged(seat: Seat, question: Question, calls: Calls, counted: "Counter[str]") -> Judgement:
