@@ -34,7 +34,7 @@ train: setup sandbox
 	$(BIN)/molt-gym train $(ENV) $(ARGS)
 
 test: lint engines sandbox
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Runs of other code than this prove nothing, so they begin anew; `python benchmarks/algorithms.py` goes on with them.
 LEARNING := runs/algorithms

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,6 +108,19 @@ def _tokenizer():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, eos_token="<|im_end|>",
                                    pad_token="<|endoftext|>", clean_up_tokenization_spaces=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with the files of long timeouts and many slow tests, so that none ends long after the others."""
+    if not hasattr(config, "workerinput"):
+        return
+    weights = Counter[Path]()
+    for item in items:
+        if item.get_closest_marker("slow"):
+            timeout = item.get_closest_marker("timeout")
+            weights[item.path] += timeout.args[0] if timeout else 1
+    items.sort(key=lambda item: -weights[item.path])
 
 
 class Served:

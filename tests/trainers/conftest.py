@@ -54,6 +54,22 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def wide_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose attention has heads of 32, the least that vLLM takes on CPUs."""
+    path = tmp_path_factory.mktemp("wide")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.save_pretrained(path)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, initializer_range=0.3,
+        tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
 @pytest.fixture
 def tiny_model(tiny_path: Path) -> Qwen3ForCausalLM:
     """The model as transformers itself computes it; a fresh copy for each test."""

@@ -1,4 +1,4 @@
-"""A Ray of this machine for the session, and a tiny model that ranks and vLLM both take."""
+"""A Ray of this machine for the session."""
 
 import tempfile
 from collections.abc import Iterator
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -28,19 +26,3 @@ def cluster() -> Iterator[Any]:
         yield made
         ray.shutdown()
         made.shutdown()
-
-
-@pytest.fixture(scope="session")
-def wide_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose attention has heads of 32, the least that vLLM takes on CPUs."""
-    path = tmp_path_factory.mktemp("wide")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-    tokenizer.save_pretrained(path)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, initializer_range=0.3,
-        tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).float().save_pretrained(path)
-    return path
