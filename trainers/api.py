@@ -19,6 +19,7 @@ from .checkpoint import best_checkpoint
 from .config import Config, load_config
 from .export import about, export_checkpoint
 from .interrupts import retake, run
+from .league import League, wants_league
 from .loop import Loop
 from .models import ResolvedModel, resolve_model
 from .placement.placement import place
@@ -124,6 +125,7 @@ async def _train(
     from .actor.fsdp_actor import ActorSpec
 
     total = config.steps * config.algorithm.updates_per_batch
+    config = config.model_copy(update={"out": str(run_dir.path.absolute())})
     async with AsyncExitStack() as stack:
         stack.callback(draw_curve, run_dir, progress)
         placement = await asyncio.to_thread(place, config, config.actor.world_size, progress.message)
@@ -141,7 +143,8 @@ async def _train(
         if config.algorithm.teacher_engine == "vllm":
             teacher = await asyncio.to_thread(TeacherEngine, config, frozen, sampler.renderer)
             stack.push_async_callback(teacher.close)
-        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher, about(model.path, config.actor))
+        league = League(config, model.path) if wants_league(config) else None
+        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher, about(model.path, config.actor), league)
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())

@@ -90,6 +90,11 @@ class Checkpoints:
         self.settle()
         return self._writing.result()
 
+    def last(self) -> Path | None:
+        """The one that was begun last, once it is on disk; None if there is none, or it could not be written."""
+        self.settle()
+        return None if self._writing is None or self._writing.exception() else self._writing.result()
+
     @property
     def written(self) -> bool:
         """Whether none is being written."""

@@ -388,6 +388,15 @@ class RayConfig(Section):
     """Seconds until the cluster has given every part its place."""
 
 
+class LeagueConfig(Section):
+    """Earlier checkpoints of the run that games are played against, where an environment's opponent is league."""
+
+    size: Count = 4
+    """Most of them, each of which takes as much memory as the model."""
+    pick: Literal["newest", "sampled"] = "newest"
+    """Which of the checkpoints: the newest ones, or some of all, with equal chances."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints to resume from."""
 
@@ -428,6 +437,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    league: LeagueConfig = LeagueConfig()
     failures: FailureConfig = FailureConfig()
     ray: RayConfig = RayConfig()
 

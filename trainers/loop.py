@@ -26,6 +26,7 @@ from .checkpoint import Checkpoints, load_state, restore_generators
 from .config import Config
 from .evaluate import Evaluations
 from .failures import check_failures, fail_lost_rows
+from .league import League
 from .progress import Progress
 from .rollout.engine import RolloutEngine
 from .rollout.pool import Batch, Pool
@@ -54,6 +55,8 @@ class Loop:
     """If it has an engine of its own."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """See `Checkpoints`."""
+    league: League | None = None
+    """If a game is played against it."""
     step: int = 0
     exhausted: bool = False
     actor: Actor | None = None
@@ -168,6 +171,9 @@ class Loop:
                     await self._served(self.evaluations.finish())
 
     async def _next_step(self) -> None:
+        if self.league is not None:
+            with self.watchdog.doing("a checkpoint joining the league"):
+                await self._to_the_end(asyncio.to_thread(lambda: self.league.update(self.checkpoints.last())))
         started, busy = time.perf_counter(), self.engine.busy_seconds
         with self.watchdog.doing(f"rollouts of step {self.step + 1}"):
             batch = await self._served(self.pool.next_batch(self.step + 1))

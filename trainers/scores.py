@@ -17,6 +17,7 @@ import numpy as np
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Trajectory
 
+from .game_metrics import result_rates
 from .step_metrics import passes, sampled_tokens
 
 _Z = 1.959964  # the normal quantile of 95 %
@@ -97,12 +98,12 @@ class EvalResult:
         return {name: found for name, over in values.items() if (found := interval(over)) is not None}
 
     def metrics(self) -> dict[str, float]:
-        """Values by their short names, as the metrics file has them under eval/<env>/."""
+        """Values by their short names, as the metrics file has them under eval/<env>/; of games win, draw, loss too."""
         return {f"pass_at_{k}": value for k, value in self.pass_at.items()} | {
             f"pass_hat_{k}": value for k, value in self.pass_hat.items()} | {
             f"mean_at_{k}": value for k, value in self.mean_at.items()} | {
             "reward_mean": self.reward_mean, "length_mean": self.length_mean, "truncated": self.truncated,
-            "episodes": self.episodes}
+            "episodes": self.episodes} | result_rates(self.trajectories)
 
 
 def summarize(env: str, groups: Sequence[Sequence[Trajectory]], k: int) -> EvalResult:

@@ -8,6 +8,7 @@ from molt_gym.rewards import SUMMED
 from molt_gym.tokens import Trajectory
 
 from .batch import sampled_tokens
+from .game_metrics import game_metrics
 from .rollout.pool import Batch
 
 PASS_REWARD = 1.0
@@ -44,7 +45,7 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
     failed = Counter(trajectory.failure.reason for trajectory in batch.played if trajectory.failure is not None)
     for fate, counts in (("failed", failed), ("retried", batch.retried), ("dropped", batch.dropped)):
         metrics |= {f"rollout/{fate}/{reason}": count for reason, count in sorted(counts.items())}
-    metrics |= _by_env(batch, ended) | _by_part(ended)
+    metrics |= _by_env(batch, ended) | game_metrics(ended) | _by_part(ended)
     if not ended:
         return metrics
     rewards = [trajectory.reward for trajectory in ended]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 
 import numpy as np
 from gymnasium.spaces import Discrete
@@ -107,13 +108,17 @@ class TicTacToe(BoardGame):
 
     def rules(self, seat: str) -> str:
         """What to do, in a few words."""
-        return (f"You play {seat} in tic-tac-toe. Three in a row, column or diagonal win. Reply with the number of a "
-                "free cell.")
+        return (f"You play {seat} in tic-tac-toe. Three in a row, column or diagonal win. Lines that only one has marks "
+                "in are listed: the marks, then the free cells. Reply with the number of a free cell.")
 
     def view(self, seat: str) -> str:
-        """The board, on which free cells have their numbers."""
+        """The board, on which free cells have their numbers, and the lines in which one has marks and can still win."""
         cells = [str(place + 1) if mark == "." else mark for place, mark in enumerate(self.board)]
-        return "\n".join(" ".join(cells[row * 3 : row * 3 + 3]) for row in range(3))
+        board = "\n".join(" ".join(cells[row * 3 : row * 3 + 3]) for row in range(3))
+        marks = [sorted((cells[cell] for cell in line), key=lambda cell: (cell.isdigit(), cell))
+                 for line in dict.fromkeys(chain(*lines(3, 3, 3)))]
+        opened = ["".join(line) for line in marks if len(set(line) & set(self.seats)) == 1 and line[-1].isdigit()]
+        return f"{board}\nlines: {' '.join(opened)}" if opened else board
 
     def numbers(self) -> range:
         """Of the cells."""

@@ -96,6 +96,8 @@ class Failure:
 class Trajectory:
     """One rollout: `rollout` of `group` plays task `index` of `env` and is the unit of reward, whatever its rows.
 
+    seat: of a game, that which the policy played here; "" elsewhere. others: the rollouts of further seats of the same
+    game, until they are set apart.
     tools_offered: turns in which tools could have been called. malformed_calls: replies that began a call which could
     not be read. reply_tokens: of replies without rows, as far as an endpoint told. record: of a rollout played
     elsewhere, whose rows are references and whose messages stayed there, reads its line of JSON; None if that was lost.
@@ -122,6 +124,8 @@ class Trajectory:
     failure: Failure | None = None
     seconds: float = 0.0
     step: int = 0
+    seat: str = ""
+    others: list["Trajectory"] = field(default_factory=list, init=False, repr=False, compare=False)
     record: Callable[[], bytes | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to_json(self) -> str:
@@ -135,7 +139,8 @@ class Trajectory:
             "rows": [_record(row) for row in self.rows if isinstance(row, Row)],
             "failure": self.failure and vars(self.failure),
         }
-        record.pop("record", None)
+        for name in ("record", "others"):
+            record.pop(name, None)
         text = _dumps(record, ensure_ascii=False)
         return text if text.isascii() or _SURROGATE_PAIR.search(text) else _dumps(record, ensure_ascii=True)
 

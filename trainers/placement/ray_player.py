@@ -23,10 +23,11 @@ from ..session import Sampler
 
 @dataclass
 class Played:
-    """A rollout without messages and rows, the statistics of its rows, and what was counted since the last was told."""
+    """Of a rollout, and of those of further seats of a game: what is told without messages and rows, the statistics of
+    the rows; and what was counted since the last was told."""
 
-    trajectory: Trajectory
-    stats: list[RowStats]
+    trajectories: list[Trajectory]
+    stats: list[list[RowStats]]
     retried: Counter[str]
     requeued: int
 
@@ -58,7 +59,7 @@ class PlayActor:
             self._router.set_targets(engines)
 
     async def play(self, number: int, setup: tuple[EnvMaker, float], ticket: Ticket) -> tuple[Played, list[Row], bytes]:
-        """What is told of a rollout, its rows, and its line in the transcripts.
+        """What is told of a rollout, its rows, and its line in the transcripts; of a game, those of all seats in turn.
 
         Args:
             number: of the `RayRunner`.
@@ -70,9 +71,11 @@ class PlayActor:
         trajectory = await runner.play(ticket)
         retried, runner.retried = runner.retried, Counter()
         requeued, self._router.requeued = self._router.requeued, 0
-        told = replace(trajectory, messages=[], tools=[], rows=[])
-        stats = [row.stats for row in trajectory.rows]
-        return Played(told, stats, retried, requeued), trajectory.rows, json_line(trajectory)
+        seats = [trajectory, *trajectory.others]
+        told = [replace(seat, messages=[], tools=[], rows=[]) for seat in seats]
+        stats = [[row.stats for row in seat.rows] for seat in seats]
+        rows = [row for seat in seats for row in seat.rows]
+        return Played(told, stats, retried, requeued), rows, b"".join(map(json_line, seats))
 
     async def pending(self, number: int) -> list[tuple[str, float]]:
         """See `Runner.pending`."""

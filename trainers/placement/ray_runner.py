@@ -231,9 +231,11 @@ class RayRunner:
                 self._told.pop(player, None)
         self.retried += played.retried
         self.players.requeued += played.requeued
-        trajectory = played.trajectory
-        trajectory.rows = [RowRef(rows, number, stats) for number, stats in enumerate(played.stats)]
-        trajectory.record = partial(_fetch, record)
+        numbers = itertools.count()
+        for line, (seat, stats) in enumerate(zip(played.trajectories, played.stats, strict=True)):
+            seat.rows = [RowRef(rows, next(numbers), row) for row in stats]
+            seat.record = partial(_fetch, record, line)
+        trajectory, *trajectory.others = played.trajectories
         return trajectory
 
     async def _ask(self, player: _Player) -> None:
@@ -251,8 +253,8 @@ async def _awaited(ref: Awaitable[Any]) -> Any:
     return await ref
 
 
-def _fetch(record: Any) -> bytes | None:
+def _fetch(record: Any, line: int) -> bytes | None:
     try:
-        return ray.get(record, timeout=ANSWER_TIMEOUT)
+        return ray.get(record, timeout=ANSWER_TIMEOUT).split(b"\n")[line] + b"\n"
     except RayError:
         return None

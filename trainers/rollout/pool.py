@@ -31,6 +31,7 @@ MAX_REPLACEMENTS = 8
 class Batch:
     """What a step trains on.
 
+    `groups` has one group for each task or, of a game, one for each seat; `kept` is the number of tasks with a group.
     `played` holds every rollout of the step, also the failed and the dropped ones; `weights` those of a mixture.
     """
 
@@ -41,6 +42,7 @@ class Batch:
     weights: dict[str, float] = field(default_factory=dict)
     dispatched: int = 0
     exhausted: bool = False
+    kept: int = 0
 
 
 class TaskStream:
@@ -131,7 +133,7 @@ class Pool:
         """
         batch, most = Batch(), self._plan.groups_per_step * MAX_REPLACEMENTS
         strict = self._plan.max_staleness == 0
-        while (missing := self._plan.groups_per_step - len(batch.groups)) > 0:
+        while (missing := self._plan.groups_per_step - batch.kept) > 0:
             room = (missing if strict else self._plan.most_in_flight) - self.in_flight
             batch.dispatched += self._dispatch(room, step)
             if not self._flying:
@@ -174,14 +176,27 @@ class Pool:
         return count
 
     async def _group(self, tickets: list[Ticket]) -> list[Trajectory]:
-        group = list(await asyncio.gather(*(self._runner.play(ticket) for ticket in tickets)))
+        played = await asyncio.gather(*(self._runner.play(ticket) for ticket in tickets))
+        group = [seat for trajectory in played for seat in (trajectory, *trajectory.others)]
         self._ended(group)
         return group
 
     def _collect(self, batch: Batch, group: list[Trajectory]) -> None:
         batch.played += group
+        seats = by_seat(group)
+        kept = [seat for seat in seats if not self._filtered(seat)]
+        if len(kept) < len(seats):
+            batch.dropped["filtered"] += len(seats) - len(kept)
+        batch.groups += kept
+        batch.kept += bool(kept)
+
+    def _filtered(self, group: list[Trajectory]) -> bool:
         scores = [trajectory.reward for trajectory in group if trajectory.reward is not None]
-        if self._plan.dynamic_filter and scores and not trains(scores, *self._plan.dynamic_filter):
-            batch.dropped["filtered"] += 1
-        else:
-            batch.groups.append(group)
+        return bool(self._plan.dynamic_filter and scores and not trains(scores, *self._plan.dynamic_filter))
+
+
+def by_seat(group: list[Trajectory]) -> list[list[Trajectory]]:
+    """A group of a game as one group for each seat, whose rewards are compared; a failed game belongs to all."""
+    seats = {trajectory.seat: None for trajectory in group if trajectory.failure is None} or {group[0].seat: None}
+    return [[trajectory for trajectory in group if trajectory.seat == seat or trajectory.failure is not None]
+            for seat in seats]

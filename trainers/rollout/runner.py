@@ -20,6 +20,7 @@ import gymnasium as gym
 from molt_gym.agents import Result
 from molt_gym.errors import EnvFailure, PromptTooLong
 from molt_gym.messages import Conversation, Message
+from molt_gym.rewards import add_parts
 from molt_gym.server.session import Session
 from molt_gym.task_env import finite
 from molt_gym.tokens import Failure, Trajectory
@@ -28,6 +29,7 @@ from .agent_episode import AgentServer, info_of, outcome, play_agent, state_of
 from .env_calls import plain, reset, run_agent, step, turn_limit
 from .env_worker import DeadlinePassed, EnvPool, EnvWorker
 from .seats import Seat
+from .table import Others, Table
 from .ticket import Ticket
 
 T = TypeVar("T")
@@ -56,7 +58,8 @@ class Runner:
     Args:
         env_id: for the record.
         make: makes one env; called in the env's thread or process.
-        seat: whom to ask in attempt number `attempt` at a ticket.
+        seat: whom to ask in attempt number `attempt` at a ticket, of a game for each seat that the policy has.
+        others: whom to ask for further players of a game.
         live: entered while a rollout goes on, such as `Gate.rollout`.
         done: called with each trajectory, as it ends.
         server: for agents, which other runners may share; by default one of its own.
@@ -74,8 +77,9 @@ class Runner:
         done: Callable[[Trajectory], None] = lambda _: None,
         server: AgentServer | None = None,
         own_process: bool = False,
+        others: Others | None = None,
     ) -> None:
-        self.env_id, self.limits = env_id, limits
+        self.env_id, self.limits, self._others = env_id, limits, others
         self._envs = EnvPool(make, own_process=own_process)
         self._phases: dict[int, tuple[str, float]] = {}
         self._seat, self._live, self._done, self._server = seat, live, done, server or AgentServer()
@@ -83,7 +87,10 @@ class Runner:
         """Failures by reason that a new attempt followed; for the reader to clear."""
 
     async def play(self, ticket: Ticket) -> Trajectory:
-        """The rollout, played again up to `retries` times if the env failed, but not if the policy did."""
+        """The rollout, played again up to `retries` times if the env failed, but not if the policy did.
+
+        That of a game is the one of the first seat, and has those of others; a game that failed is one rollout.
+        """
         with self._live():
             for attempt in range(self.limits.retries + 1):
                 trajectory, retry = await self._attempt(ticket, attempt)
@@ -112,10 +119,10 @@ class Runner:
         started, retry = time.perf_counter(), False
         trajectory = Trajectory(env=self.env_id, index=ticket.index, group=ticket.group, rollout=ticket.rollout,
                                 step=ticket.step)
-        seat, worker = self._seat(ticket, attempt), self._envs.take()
+        table, worker = Table(ticket, attempt, self._seat, self._others), self._envs.take()
         try:
             async with asyncio.timeout(self.limits.episode_timeout):
-                await self._episode(trajectory, seat, worker, ticket)
+                await self._episode(trajectory, table, worker, ticket)
         except (EnvFailure, _Failed) as error:
             # SDKs have sent a request that failed again already: two budgets of retries would multiply.
             retry = isinstance(error, EnvFailure) and error.reason != "generation"
@@ -126,32 +133,35 @@ class Runner:
         finally:
             self._phases.pop(id(trajectory), None)
             self._envs.give_back(worker)
-        seat.record(trajectory)
-        trajectory.seconds = time.perf_counter() - started
+        if not trajectory.seat:
+            table.first.record(trajectory)
+        for own in (trajectory, *trajectory.others):
+            own.seconds = time.perf_counter() - started
         return trajectory, retry
 
-    async def _episode(self, trajectory: Trajectory, seat: Seat, worker: EnvWorker, ticket: Ticket) -> None:
+    async def _episode(self, trajectory: Trajectory, table: Table, worker: EnvWorker, ticket: Ticket) -> None:
         self._enter(trajectory, "reset")
-        observation = await self._env("reset", worker, partial(reset, ticket=ticket), self.limits.reset_timeout)
-        if observation is None:
+        begun = await self._env("reset", worker, partial(reset, ticket=ticket), self.limits.reset_timeout)
+        if begun is None:
             self._enter(trajectory, "agent")
-            await self._agent_episode(trajectory, seat, worker, ticket)
+            await self._agent_episode(trajectory, table.first, worker, ticket)
             return
-        total, over = 0.0, False
+        (observation, info), over = begun, False
         while not over:
             trajectory.messages, trajectory.tools = observation["messages"], observation["tools"]
             self._enter(trajectory, "reply")
-            reply = await self._reply(seat, observation)
+            reply = await self._reply(table.turn(info), observation)
             if reply is None:
                 trajectory.truncated = trajectory.length_limited = True
                 break
             self._enter(trajectory, "step")
-            observation, reward, trajectory.terminated, trajectory.truncated, trajectory.info = await self._env(
+            observation, reward, trajectory.terminated, trajectory.truncated, info = await self._env(
                 "step", worker, partial(step, reply=reply), self.limits.step_timeout)
-            total += reward
+            table.earn(reward, info)
+            trajectory.info = add_parts(trajectory.info, info)
             over = trajectory.terminated or trajectory.truncated
         trajectory.messages = observation["messages"]
-        trajectory.reward = finite(total, "the sum of the rewards")
+        table.finish(trajectory)
 
     def _enter(self, trajectory: Trajectory, phase: str) -> None:
         self._phases[id(trajectory)] = described(phase, self.env_id, trajectory), time.monotonic()

@@ -80,7 +80,7 @@ class TokenSeat:
     async def _generate(
         self, ids: list[int], sampling: Sampling, number: int, images: tuple[ImageSpan, ...] = ()
     ) -> Generation:
-        key = (self._ticket.group, self._ticket.rollout, self._attempt, number)
+        key = (self._ticket.group, self._ticket.rollout, self._attempt, number, self._ticket.seat)
         return await self._gate.generate(Request(ids, sampling, key, images))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 class Ticket:
     """Rollout number `rollout` of group `group` plays task `index` of env number `env`, of several in a mixture.
 
-    `seed` is the run's, `step` is for the record.
+    `seed` is the run's, `step` is for the record, `seat` tells the seats of a game apart.
     """
 
     index: int
@@ -18,6 +18,7 @@ class Ticket:
     seed: int = 0
     step: int = 0
     env: int = 0
+    seat: int = 0
 
     @property
     def env_seed(self) -> int:
@@ -27,4 +28,5 @@ class Ticket:
     def derive(self, *more: int) -> int:
         """A seed that depends on all of the ticket but `step`, and on `more`."""
         entropy = (self.seed, self.group, self.rollout, *more)
-        return int(np.random.SeedSequence(list(entropy)).generate_state(1, np.uint64)[0])
+        seats = (self.seat,) if self.seat else ()
+        return int(np.random.SeedSequence(list(entropy), spawn_key=seats).generate_state(1, np.uint64)[0])
