@@ -62,7 +62,7 @@ def ids_by_source(only: list[str] | None = None) -> dict[str, list[str]]:
     found = defaultdict(list)
     for suite in (None, *(name for name, suite in SUITES.items() if suite.installed)):
         for env in molt_gym.list_envs(suite):
-            if suite or env.source not in SUITES:
+            if not env.needs and (suite or env.source not in SUITES):
                 found[suite or env.source].append(env.id)
     for package in IMPORTED:
         before = set(gym.registry)
@@ -207,7 +207,7 @@ def describe(words: list[str]) -> Iterator[str]:
     """The command, the machine and versions."""
     yield from ("```", shlex.join(["python", "benchmarks/random_episodes.py", *words]), "```", "")
     versions = []
-    suites = (suite.package.replace("_", "-") for suite in SUITES.values())
+    suites = (suite.package.replace("_", "-") for suite in SUITES.values() if suite.package)
     for package in ("molt-gym", "gymnasium", *suites, *IMPORTED):
         try:
             versions.append(f"{package} {version(package)}")

@@ -35,7 +35,8 @@ def as_text(found: Listing) -> str:
     """A line for each env, then one for each suite."""
     names = [env.id for env in found.envs] + [_pattern(suite) for suite in found.suites]
     width = max(map(len, names), default=0)
-    lines = [f"{env.id:<{width}}  {env.summary}  ({env.source})" for env in found.envs]
+    lines = [f"{env.id:<{width}}  {env.summary}  ({env.source})" + f" needs {', '.join(env.needs)}" * bool(env.needs)
+             for env in found.envs]
     for suite in found.suites:
         how = f"`molt-gym envs {suite.namespace}` lists them" if suite.installed else f"not installed: {suite.install}"
         lines.append(f"{_pattern(suite):<{width}}  {suite.about}  ({how})")

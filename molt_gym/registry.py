@@ -36,11 +36,13 @@ _speakers: dict[Any, bool] = {}
 
 @dataclass(frozen=True)
 class EnvInfo:
-    """One line about an env: its id, the first line of its docstring, and the package it comes from."""
+    """One line about an env: its id, the first line of its docstring, the package it comes from, and the arguments
+    that it cannot be made without."""
 
     id: str
     summary: str
     source: str
+    needs: tuple[str, ...] = ()
 
 
 def register(
@@ -180,11 +182,17 @@ def list_envs(suite: str | None = None) -> list[EnvInfo]:
         if is_ours or (inspect.isclass(creator) and issubclass(creator, TaskEnv)):
             summary = (maker.__doc__ or "").strip().partition("\n")[0]
             source = spec.namespace if spec.namespace in suites.SUITES else getattr(maker, "__module__", "")
-            found.append(EnvInfo(spec.id, summary, str(source).partition(".")[0]))
+            found.append(EnvInfo(spec.id, summary, str(source).partition(".")[0], _needs(creator, spec)))
     classics = {spec.name: spec for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
                 if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
     found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
     return sorted((info for info in found if suite in (None, info.source)), key=lambda info: info.id)
+
+
+def _needs(creator: Any, spec: EnvSpec) -> tuple[str, ...]:
+    arguments = inspect.signature(creator).parameters.values() if inspect.isclass(creator) else ()
+    return tuple(one.name for one in arguments if one.default is one.empty and one.name not in spec.kwargs
+                 and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
 
 
 def creators(spec: EnvSpec) -> tuple[Any, Any]:

@@ -24,6 +24,14 @@ def test_a_suite_is_one_line_with_how_to_see_more_or_how_to_get_it(monkeypatch):
     assert listing("moon").problems == ["moon is not installed: pip install 'molt-gym[moon]'"]
 
 
+def test_what_an_env_cannot_be_made_without_is_said():
+    found = listing("openenv")
+    assert as_text(found).splitlines() == [
+        "openenv/Remote-v0  An env that an OpenEnv server runs, reached by its URL.  (openenv) needs url"]
+    assert [env["needs"] for env in as_json(found)["envs"]] == [("url",)]
+    assert not any(env.needs for env in listing().envs)
+
+
 def test_a_suite_that_there_is_not_is_refused():
     with pytest.raises(molt_gym.UnknownEnv, match="suite: 'marbles' is none; write one of"):
         listing("marbles")
