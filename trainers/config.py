@@ -19,16 +19,10 @@ from pydantic.fields import FieldInfo
 
 from molt_gym.errors import ConfigError
 
-from .config_schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    ImportanceConfig,
-    RolloutConfig,
-    Section,
-)
+from .config_actor import ActorConfig
+from .config_algorithm import AlgorithmConfig, ImportanceConfig
+from .config_schema import CheckpointConfig, Config, EvalConfig, RolloutConfig
+from .config_types import Section
 
 __all__ = ["ActorConfig", "AlgorithmConfig", "CheckpointConfig", "Config", "EvalConfig", "ImportanceConfig",
            "RolloutConfig", "field_help", "load_config", "load_settings", "parse_cli"]

@@ -9,19 +9,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from .config_schema import (
-    ActorConfig,
-    CheckpointConfig,
-    Count,
-    Natural,
-    Number,
-    Positive,
-    Schedule,
-    Section,
-    Share,
-    Table,
-    Text,
-)
+from .config_actor import ActorConfig, Schedule
+from .config_schema import CheckpointConfig
+from .config_types import Count, Natural, Number, Positive, Section, Share, Table, Text
 
 
 class DatasetConfig(Section):

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from molt_gym.errors import ConfigError
 
 from ..architecture import EXPERTS
-from ..config_schema import Backend
+from ..config_actor import Backend
 from .attention import ATTENTION, Visible, attend
 from .context import Context
 from .head import score

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from molt_gym.errors import ConfigError
 
-from ..config_schema import LoraConfig
+from ..config_actor import LoraConfig
 
 PREFIX = "base_model.model."
 """Of the names that peft gives to parameters."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from molt_gym.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..config_schema import ActorConfig
+    from ..config_actor import ActorConfig
 
 
 @dataclass(frozen=True)
