@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium as _gym
 
+from .adapters.pettingzoo import PettingZooEnv
 from .adapters.text_env import TextEnv
 from .agents import AgentContext, AgentEnv, ChatAgent, CommandAgent, Result, register_agent
 from .env import ChatEnv, Turn
@@ -33,6 +34,7 @@ from .spaces import ConversationSpace as Conversation
 from .tasks import load_tasks
 
 if TYPE_CHECKING:
+    from .adapters.pettingzoo_parallel import GameParallelEnv
     from .tokens.trajectory import Trajectory
     from .trainers.api import TrainResult
     from .trainers.evaluate import EvalResult
@@ -52,6 +54,7 @@ __all__ = [
     "IllegalMove",
     "Judge",
     "NotAChatEnv",
+    "PettingZooEnv",
     "Policy",
     "PromptTooLong",
     "Result",
@@ -68,6 +71,7 @@ __all__ = [
     "list_envs",
     "load_tasks",
     "make",
+    "parallel_env",
     "register",
     "register_agent",
     "rollout",
@@ -262,6 +266,25 @@ def export(
     from .trainers.export import export
 
     return export(source, out, dtype=dtype, step=step, model=model)
+
+
+def parallel_env(env_id: str, **kwargs: Any) -> "GameParallelEnv":
+    """A game as an environment of PettingZoo, whose agents are its seats.
+
+    Args:
+        env_id: of a `GameEnv`, such as "TicTacToe-v0".
+        **kwargs: for it.
+
+    Raises:
+        ConfigError: PettingZoo is not installed, or the id is no game.
+    """
+    try:
+        from .adapters.pettingzoo_parallel import GameParallelEnv
+    except ModuleNotFoundError as error:
+        if error.name != "pettingzoo":
+            raise
+        raise ConfigError("pettingzoo is not installed: pip install 'molt-gym[pettingzoo]'") from error
+    return GameParallelEnv(env_id, **kwargs)
 
 
 def rollout(

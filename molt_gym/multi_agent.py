@@ -165,6 +165,10 @@ class GameEnv(TaskEnv):
             info["results"] = {each: result_of(self._totals, each) for each in self.seats}
         return self._observe_seat(), earned[seat], self._over and not cut, cut, info
 
+    def conversation(self, seat: str) -> Conversation:
+        """A copy of what a seat has heard and said so far."""
+        return copy.deepcopy({"messages": self._conversations[seat], "tools": self.tools})
+
     def render(self) -> str | None:
         """All conversations with `render_mode="ansi"`, each under its seat, with what the seat got so far."""
         if self.render_mode is None:
