@@ -31,6 +31,8 @@ FORMATS = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "b
 KINDS = ("image_url", "image", "input_image")
 """Types of parts that are images."""
 
+_KNOWN = 4096
+_sound: set[str] = set()
 _URI = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE | re.ASCII)
 _FETCHED = re.compile(r"(?!data:|file:)[A-Za-z][A-Za-z0-9+.-]*:(?=//)")
 
@@ -51,7 +53,7 @@ def image_part(image: Any) -> dict[str, Any]:
             URI.
 
     Raises:
-        ValueError: it is none of these, an address that would have to be fetched, too large, or no image.
+        ValueError: it is none of these, an address that would have to be fetched, too large, or cannot be decoded.
     """
     return {"type": "image_url", "image_url": {"url": _data_uri(image, "image")}}
 
@@ -152,6 +154,7 @@ def _data_uri(image: Any, where: str) -> str:
         # As a column of a dataset holds them.
         image = image.get("bytes") or image.get("path")
     if is_data_uri(image):
+        _check(image, where)
         return sys.intern(image)
     if isinstance(image, str) and _FETCHED.match(image):
         raise ValueError(f"{where}: {image[:100]!r} would have to be fetched, which is not done; load it yourself and "
@@ -169,6 +172,16 @@ def _data_uri(image: Any, where: str) -> str:
     _opened(image, where)
     kind = FORMATS[_format(image)]
     return sys.intern(f"data:image/{kind};base64,{base64.b64encode(image).decode()}")
+
+
+def _check(uri: str, where: str) -> None:
+    """Decodes an image unless it was seen before: those of a task come again with each rollout."""
+    name = image_digest(uri)
+    if name not in _sound:
+        open_image(uri, where)
+        if len(_sound) >= _KNOWN:
+            _sound.clear()
+        _sound.add(name)
 
 
 def _encoded(image: Any, where: str) -> bytes:

@@ -134,6 +134,16 @@ def test_a_template_without_a_place_for_images_refuses_them(path, picture):
         renderer.render([user(picture())])
 
 
+def test_a_template_that_would_drop_an_image_is_refused(path, picture):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    forgets = tokenizer.chat_template.replace("{%- for message in messages %}", (
+        "{%- for message in messages %}{%- set last = loop.last %}")).replace("== 'image' %}", "== 'image' and last %}")
+    renderer = Renderer(tokenizer, chat_template=forgets, vision=Vision.of(path))
+    assert renderer.render([user(text("a")), user(picture(), picture("blue"))]).count(PAD) == 8
+    with pytest.raises(ValueError, match="writes 1 images where the messages have 3"):
+        renderer.render([user(picture(), picture("blue")), user(picture())])
+
+
 def test_a_folder_without_an_image_processor_is_refused(path, tmp_path):
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     with pytest.raises(ConfigError, match="copy its preprocessor_config.json"):
