@@ -4,11 +4,15 @@ Invariant: a check that fails says what was done and what came of it; the others
 """
 
 import copy
+import json
 import math
+import os
 import pickle
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +24,20 @@ from gymnasium.utils.env_checker import check_env
 
 from .agents import AgentEnv
 from .errors import EnvFailure
+from .footprint import footprint
+from .judge_calls import rehearsal
 from .messages import Message
-from .registry import find_spec, make
+from .registry import find_spec
 from .task_env import TaskEnv
 
-__all__ = ["CHECKS", "Finding", "check"]
+__all__ = ["CHECKS", "Finding", "check", "some_turns"]
 
 _STEPS = 300
 """Replies after which an episode that still goes on is left alone."""
+_ROUNDS = 4
+"""Envs that are made, played and closed to see whether each of them leaves something."""
+_SETTLES = 5.0
+"""Seconds in which what is ending has to end."""
 _LONE = "\ud800 \udfff"
 _TEXTS = ["", " \n\t", "\x00\x07\x1b[31m", "e\u0301 \u202eRTL \u200b \U0001f9d1\u200d\U0001f680", _LONE,
           "<|im_end|>\n<|im_start|>system", "```python\nprint(1)\n", "<tool_call>{", "</think>",
@@ -47,6 +57,9 @@ class _Wrong(Exception):
     pass
 
 
+Maker = Callable[[], gym.Env]
+
+
 def check(env_id: str, **kwargs: Any) -> list[Finding]:
     """Runs all checks.
 
@@ -57,14 +70,15 @@ def check(env_id: str, **kwargs: Any) -> list[Finding]:
     Raises:
         UnknownEnv, NotAChatEnv: there is nothing to check.
     """
-    def fresh() -> gym.Env:
-        return make(env_id, **kwargs)
+    from .trainers.rollout.env_maker import EnvMaker
 
+    fresh = EnvMaker.of(env_id, kwargs)
     fresh().close()
     findings = []
     for name, run in CHECKS.items():
         try:
-            run(fresh)
+            with rehearsal():
+                run(fresh)
             findings.append(Finding(name, None))
         except _Wrong as error:
             findings.append(Finding(name, str(error)))
@@ -73,85 +87,96 @@ def check(env_id: str, **kwargs: Any) -> list[Finding]:
     return findings
 
 
-def _gymnasium(fresh: Callable[[], gym.Env]) -> None:
-    env = fresh()
-    with warnings.catch_warnings():
+@rehearsal()
+def some_turns(env: gym.Env) -> list[Any]:
+    """What a reset and some replies to it bring about: observations, rewards, ends and infos."""
+    said: list[Any] = [env.reset(seed=5)]
+    for text in ("0", "no", "1"):
+        said.append(env.step(_say(text)))
+        if any(said[-1][2:4]):
+            break
+    return said
+
+
+def _gymnasium(fresh: Maker) -> None:
+    with closing(fresh()) as env, warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(env.unwrapped, skip_render_check=True)
-    env.close()
 
 
-def _seeding(fresh: Callable[[], gym.Env]) -> None:
-    first, second = fresh(), fresh()
-    fixed = not (first.spec and first.spec.nondeterministic)
-    for seed in (0, 1, 2**31):
-        ours, theirs = first.reset(seed=seed), second.reset(seed=seed)
-        if ours != theirs:
-            raise _Wrong(f"reset(seed={seed}) of two envs gave different observations or infos")
-        for text in ("0", "no", "1"):
-            outcomes = [env.step(_say(text)) for env in (first, second)]
-            if fixed and outcomes[0] != outcomes[1]:
-                raise _Wrong(f"after reset(seed={seed}) the same replies had different outcomes; if that must be so, "
-                             "register the env with nondeterministic=True")
-            if any(outcomes[0][2:4]) or any(outcomes[1][2:4]):
-                break
-    first.close()
-    second.close()
+def _seeding(fresh: Maker) -> None:
+    with closing(fresh()) as first, closing(fresh()) as second:
+        fixed = _fixed(first)
+        for seed in (0, 1, 2**31):
+            ours, theirs = first.reset(seed=seed), second.reset(seed=seed)
+            if ours != theirs:
+                raise _Wrong(f"reset(seed={seed}) of two envs gave different observations or infos")
+            for text in ("0", "no", "1"):
+                outcomes = [env.step(_say(text)) for env in (first, second)]
+                if fixed and outcomes[0] != outcomes[1]:
+                    raise _Wrong(f"after reset(seed={seed}) the same replies had different outcomes; if that must be "
+                                 "so, register the env with nondeterministic=True")
+                if any(outcomes[0][2:4]) or any(outcomes[1][2:4]):
+                    break
 
 
-def _global_state(fresh: Callable[[], gym.Env]) -> None:
-    env = fresh()
-    before = random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]
-    env.reset(seed=7)
-    env.step(_say("1"))
-    after = random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]
-    env.close()
-    if before != after and not getattr(type(env.unwrapped), "own_process", False):
-        raise _Wrong("reset or step drew from a global generator, which other envs share; draw from self.np_random, or "
-                     "set own_process = True")
+def _global_state(fresh: Maker) -> None:
+    before = _state()
+    with closing(fresh()) as env:
+        env.reset(seed=7)
+        env.step(_say("1"))
+        changed = [name for name, value in _state().items() if value != before[name]]
+        if changed and not getattr(type(env.unwrapped), "own_process", False):
+            raise _Wrong(f"making, reset or step changed {' and '.join(changed)}, which other envs share; draw from "
+                         "self.np_random, and leave the rest as it is, or set own_process = True")
 
 
-def _tasks(fresh: Callable[[], gym.Env]) -> None:
-    env = fresh()
-    if not isinstance(env.unwrapped, TaskEnv):
-        return
-    for index in {0, 1, (env.unwrapped.num_tasks or 1000) - 1} - {env.unwrapped.num_tasks}:
-        first, info = env.reset(seed=1, options={"index": index})
-        if info["task_index"] != index or first != env.reset(seed=1, options={"index": index})[0]:
-            raise _Wrong(f"reset(options={{'index': {index}}}) gave another task, or two different ones")
-    for index in (-1, "0", *([env.unwrapped.num_tasks] if env.unwrapped.num_tasks else ())):
-        try:
-            env.reset(options={"index": index})
-        except ValueError:
-            continue
-        raise _Wrong(f"reset(options={{'index': {index!r}}}) was taken")
-    env.close()
+def _state() -> dict[str, Any]:
+    return {"Python's global generator": random.getstate(),
+            "numpy's global generator": (np.random.get_state()[1].tobytes(), np.random.get_state()[2]),
+            "the working directory": os.getcwd(), "os.environ": dict(os.environ)}
 
 
-def _replies(fresh: Callable[[], gym.Env]) -> None:
-    env = fresh()
-    for reply in _odd_replies():
-        if isinstance(env.unwrapped, AgentEnv) and reply["content"] == _LONE:
-            continue  # SDKs cannot send it back.
-        env.reset(seed=3)
-        given = copy.deepcopy(reply)
-        try:
-            observation, reward, terminated, truncated, _ = env.step(reply)
-        except EnvFailure as error:
-            raise _Wrong(f"the reply {_short(reply)} was taken for a failure of the env ({error}); nonsense scores low"
-                         ) from error
-        if reply != given:
-            raise _Wrong(f"step changed the reply {_short(given)} that it was given")
-        if not math.isfinite(reward):
-            raise _Wrong(f"the reply {_short(reply)} was rewarded with {reward}")
-        if not (isinstance(terminated, bool) and isinstance(truncated, bool)):
-            raise _Wrong(f"terminated or truncated is no bool after the reply {_short(reply)}")
-        if observation not in env.observation_space:
-            raise _Wrong(f"the observation after the reply {_short(reply)} is not in the observation space")
-    env.close()
+def _tasks(fresh: Maker) -> None:
+    with closing(fresh()) as env:
+        count = getattr(env.unwrapped, "num_tasks", None)
+        if not isinstance(env.unwrapped, TaskEnv):
+            return
+        for index in {0, 1, (count or 1000) - 1} - {count}:
+            first, info = env.reset(seed=1, options={"index": index})
+            if info["task_index"] != index or first != env.reset(seed=1, options={"index": index})[0]:
+                raise _Wrong(f"reset(options={{'index': {index}}}) gave another task, or two different ones")
+        for index in (-1, "0", *([count] if count else ())):
+            try:
+                env.reset(options={"index": index})
+            except ValueError:
+                continue
+            raise _Wrong(f"reset(options={{'index': {index!r}}}) was taken")
 
 
-def _end(fresh: Callable[[], gym.Env]) -> None:
+def _replies(fresh: Maker) -> None:
+    with closing(fresh()) as env:
+        for reply in _odd_replies():
+            if isinstance(env.unwrapped, AgentEnv) and reply["content"] == _LONE:
+                continue  # SDKs cannot send it back.
+            env.reset(seed=3)
+            given = copy.deepcopy(reply)
+            try:
+                observation, reward, terminated, truncated, _ = env.step(reply)
+            except EnvFailure as error:
+                raise _Wrong(f"the reply {_short(reply)} was taken for a failure of the env ({error}); nonsense scores "
+                             "low") from error
+            if reply != given:
+                raise _Wrong(f"step changed the reply {_short(given)} that it was given")
+            if not math.isfinite(reward):
+                raise _Wrong(f"the reply {_short(reply)} was rewarded with {reward}")
+            if not (isinstance(terminated, bool) and isinstance(truncated, bool)):
+                raise _Wrong(f"terminated or truncated is no bool after the reply {_short(reply)}")
+            if observation not in env.observation_space:
+                raise _Wrong(f"the observation after the reply {_short(reply)} is not in the observation space")
+
+
+def _end(fresh: Maker) -> None:
     env = fresh()
     try:
         env.unwrapped.step(_say("x"))
@@ -174,30 +199,75 @@ def _end(fresh: Callable[[], gym.Env]) -> None:
     env.close()
 
 
-def _spec(fresh: Callable[[], gym.Env]) -> None:
-    env = fresh()
-    spec, env_id = env.spec, env.spec.id if env.spec else None
-    env.close()
-    if spec is None:
-        raise _Wrong("it has no spec; make it by an id")
+def _leftovers(fresh: Maker) -> None:
+    _begun_and_closed(fresh)
+    before = footprint()
+    if before is None:
+        return
+    for _ in range(_ROUNDS):
+        _begun_and_closed(fresh)
+    until = time.monotonic() + _SETTLES
+    while max((grown := footprint() - before).files, grown.threads, grown.processes) >= _ROUNDS:
+        if time.monotonic() > until:
+            raise _Wrong(f"{_ROUNDS} envs that were played and closed left {grown.files} open files, {grown.threads} "
+                         f"threads and {grown.processes} processes; end them in close()")
+        time.sleep(0.05)
+
+
+def _begun_and_closed(fresh: Maker) -> None:
+    with closing(fresh()) as env:
+        some_turns(env)
+        env.reset(seed=6)
+
+
+def _spec(fresh: Maker) -> None:
+    with closing(fresh()) as env:
+        spec, env_id = env.spec, env.spec.id if env.spec else None
+        if spec is None:
+            raise _Wrong("it has no spec; make it by an id")
+        for space in (env.observation_space, env.action_space):
+            if pickle.loads(pickle.dumps(space)) != space:  # noqa: S301
+                raise _Wrong(f"a copy of {space!r:.100} is not equal to it")
     try:
         again = EnvSpec.from_json(spec.to_json())
     except (TypeError, ValueError) as error:
         raise _Wrong(f"its spec has no JSON form ({error}); register it by strings and plain values") from error
-    for copied in (again, pickle.loads(pickle.dumps(spec))):  # noqa: S301  what was pickled here
+    for copied in (again, pickle.loads(pickle.dumps(spec))):  # noqa: S301
         if copied.id != env_id:
             raise _Wrong(f"a copy of its spec is of {copied.id}")
     find_spec(env_id)
 
 
-CHECKS: dict[str, Callable[[Callable[[], gym.Env]], None]] = {
+def _elsewhere(fresh: Maker) -> None:
+    from .trainers.rollout.env_process import EnvProcess
+
+    with closing(fresh()) as env:
+        fixed, here = _fixed(env), some_turns(env)
+    for observation, *_ in here:
+        json.dumps(observation)
+    if pickle.loads(pickle.dumps(here)) != here:  # noqa: S301
+        raise _Wrong("what it says is not equal to a copy that was sent; give infos plain values")
+    with closing(EnvProcess(fresh)) as process:
+        there = process.run(some_turns)
+    if there[0] != here[0] or (fixed and there != here):
+        raise _Wrong("the same seed and replies had different outcomes in another process; nothing may depend on "
+                     "hashes, on time, or on what else this process did")
+
+
+def _fixed(env: gym.Env) -> bool:
+    return not (env.spec and env.spec.nondeterministic)
+
+
+CHECKS: dict[str, Callable[[Maker], None]] = {
     "Gymnasium's own checks": _gymnasium,
     "equal seeds, equal episodes": _seeding,
-    "global generators stay as they are": _global_state,
+    "what all envs share stays as it is": _global_state,
     "tasks by their index": _tasks,
     "any reply is taken": _replies,
     "an end is an end": _end,
-    "its spec can be sent": _spec,
+    "its spec and spaces can be sent": _spec,
+    "it plays in another process": _elsewhere,
+    "what is closed leaves nothing": _leftovers,
 }
 
 

@@ -1,16 +1,24 @@
 """The checks of `molt-gym check-env`: what there is passes them, and each fault is found by the one that is for it."""
 
+import os
 import random
+import threading
+from contextlib import closing
 
 import gymnasium as gym
 import pytest
 
 import molt_gym
 from molt_gym import cli
-from molt_gym.conformance import CHECKS, check
+from molt_gym.adapters.suites import SUITES
+from molt_gym.conformance import CHECKS, check, some_turns
 from molt_gym.listing import listing
+from molt_gym.trainers.rollout.env_maker import EnvMaker
 
-SHIPPED = [env.id for env in listing().envs if env.source in ("molt_gym", "gymnasium")]
+SHIPPED = [env.id for env in listing().envs if env.source in ("molt_gym", "gymnasium") and not env.needs]
+MINIGRID = ["minigrid:MiniGrid-DoorKey-6x6-v0", "minigrid:BabyAI-GoToObj-v0"]
+SAMPLE = 3
+INSTALLED = [name for name, suite in SUITES.items() if suite.installed]
 
 
 class Good(molt_gym.ChatEnv):
@@ -80,6 +88,52 @@ class Improvises(Good):
         return molt_gym.Turn([{"role": "user", "content": f"{Improvises.count}"}])
 
 
+class MovesAway(Good):
+    """Works in another folder, and stays there."""
+
+    def begin(self, index):
+        os.chdir("/" if os.getcwd() != "/" else "/tmp")
+        return super().begin(index)
+
+
+class LeavesThreads(Good):
+    """Starts what it does not end."""
+
+    def begin(self, index):
+        threading.Thread(target=threading.Event().wait, args=[60], daemon=True).start()
+        return super().begin(index)
+
+
+class KeepsFiles(Good):
+    """Opens a file for each episode, and forgets it somewhere."""
+
+    kept = []
+
+    def begin(self, index):
+        KeepsFiles.kept.append(open(os.devnull))
+        return super().begin(index)
+
+
+class KnowsWhere(Good):
+    """Says what is true of one process alone."""
+
+    def begin(self, index):
+        return [{"role": "user", "content": f"{os.getpid()}"}]
+
+
+class TellsObjects(Good):
+    """Has in its infos what is equal to nothing."""
+
+    def answer(self, message):
+        return molt_gym.Turn(terminated=True, info={"thing": ValueError()})
+
+
+def played(maker):
+    """What some turns in a new env bring about."""
+    with closing(maker()) as env:
+        return some_turns(env)
+
+
 @pytest.fixture
 def registered(request):
     env_id = f"Checked{request.param.__name__}-v0"
@@ -93,6 +147,39 @@ def test_every_env_that_ships_keeps_to_the_contract(env_id):
     assert [finding for finding in check(env_id) if finding.problem] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", INSTALLED)
+def test_a_sample_of_each_suite_keeps_to_the_contract(suite):
+    ids = [env.id for env in molt_gym.list_envs(suite) if not env.needs]
+    if not ids:
+        pytest.skip(f"every id of {suite} needs to be told of a server")
+    for env_id in random.Random(0).sample(ids, min(len(ids), SAMPLE)):
+        assert (env_id, [finding for finding in check(env_id) if finding.problem]) == (env_id, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", MINIGRID)
+def test_envs_of_packages_that_register_with_gymnasium_keep_to_the_contract(env_id):
+    pytest.importorskip("minigrid")
+    assert [finding for finding in check(env_id) if finding.problem] == []
+
+
+@pytest.mark.slow
+def test_every_env_plays_in_a_worker_of_ray_as_it_plays_here():
+    ray = pytest.importorskip("ray")
+    samples = [env.id for suite in INSTALLED for env in molt_gym.list_envs(suite)[:1] if not env.needs]
+    makers = [EnvMaker.of(env_id, {}) for env_id in (*SHIPPED, *MINIGRID[:1], *samples)]
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        play = ray.remote(played)
+        there = ray.get([play.remote(maker) for maker in makers], timeout=300)
+    finally:
+        ray.shutdown()
+    for maker, said in zip(makers, there, strict=True):
+        here = played(maker)
+        assert said == here if not maker.spec.nondeterministic else said[0] == here[0], maker.env_id
+
+
 @pytest.mark.parametrize("registered", [Good], indirect=True)
 def test_a_good_env_of_somebody_passes_all(registered, capsys):
     assert cli.main(["check-env", registered]) == 0
@@ -100,18 +187,23 @@ def test_a_good_env_of_somebody_passes_all(registered, capsys):
 
 
 @pytest.mark.parametrize(("registered", "name", "words"), [
-    (DrawsGlobally, "global generators stay as they are", "draw from self.np_random"),
+    (DrawsGlobally, "what all envs share stays as it is", "changed Python's global generator"),
+    (MovesAway, "what all envs share stays as it is", "changed the working directory"),
     (Raises, "any reply is taken", "RuntimeError: too long"),
     (Fails, "any reply is taken", "nonsense scores low"),
     (GoesOn, "an end is an end", "did not raise ResetNeeded"),
     (ClosesOnce, "an end is an end", "closed already"),
+    (LeavesThreads, "what is closed leaves nothing", "left 0 open files, 8 threads and 0 processes"),
+    (KeepsFiles, "what is closed leaves nothing", "left 8 open files, 0 threads"),
+    (KnowsWhere, "it plays in another process", "different outcomes in another process"),
+    (TellsObjects, "it plays in another process", "give infos plain values"),
     (Improvises, "equal seeds, equal episodes", "nondeterministic=True"),
 ], indirect=["registered"])
-def test_a_fault_is_found_and_the_command_fails(registered, name, words, capsys):
-    found = {finding.name: finding.problem for finding in check(registered)}
-    assert words in found[name]
+def test_a_fault_is_found_and_the_command_fails(registered, name, words, capsys, monkeypatch):
+    monkeypatch.chdir(os.getcwd())
     assert cli.main(["check-env", registered]) != 0
-    assert f"WRONG   {name}: " in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"WRONG   {name}: ")]
+    assert words in line
 
 
 def test_what_is_no_env_is_said_at_once(capsys):
