@@ -1,4 +1,4 @@
-"""The command `molt-gym`: train, sft, distill, eval, rollout, serve, export, envs, doctor.
+"""The command `molt-gym`: train, sft, distill, plan, eval, rollout, serve, export, envs, doctor.
 
 Exit codes: 0 done; 1 the run failed or something essential is broken; 2 the command or a setting is wrong (one message,
 no traceback); 130 interrupted. Heavy modules are imported by the commands that need them, so help and `envs` are quick.
@@ -100,6 +100,16 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _plan(options: argparse.Namespace, rest: list[str]) -> int:
+    from .trainers.config import parse_cli
+    from .trainers.plan import plan, schema_of
+
+    path = Path(options.settings)
+    print(plan(path, parse_cli(rest, schema_of(path)), gpus=options.gpus, nodes=options.nodes, memory=options.memory,
+               rates=options.rates))
+    return OK
+
+
 def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
@@ -139,10 +149,7 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
     env, overrides = env_and_overrides(options, rest)
     console = Console(highlight=False)
     if options.human:
-        kwargs = {name.removeprefix("env_kwargs."): value for name, value in overrides.items()}
-        for name in overrides:
-            if not name.startswith("env_kwargs."):
-                raise ConfigError(f"--{name} has no effect with --human; only --env-kwargs.NAME has")
+        kwargs = _env_kwargs(overrides, "--human")
         for episode in range(options.n):
             play(env, seed=options.seed + episode, env_kwargs=kwargs, console=console)
         return OK
@@ -195,11 +202,18 @@ def _envs(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _env_kwargs(overrides: dict[str, Any], where: str) -> dict[str, Any]:
+    for name in overrides:
+        if not name.startswith("env_kwargs."):
+            raise ConfigError(f"--{name} has no effect with {where}; only --env-kwargs.NAME has")
+    return {name.removeprefix("env_kwargs."): value for name, value in overrides.items()}
+
+
 def _check_env(options: argparse.Namespace, rest: list[str]) -> int:
-    refuse(rest)
     from .conformance import check
 
-    findings = check(options.env)
+    env, overrides = env_and_overrides(options, rest)
+    findings = check(env, **_env_kwargs(overrides, "check-env"))
     if options.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2))
     for finding in () if options.json else findings:
@@ -264,6 +278,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         trains.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
         trains.add_argument("--resume", metavar="DIR",
                             help="go on with this run; auto: with --out or the latest one of ENV")
+    planned = verb("plan", _plan, "say what a run needs and how fast it may be, without starting any of it",
+                   "CONFIG [options] [--SETTING VALUE ...]")
+    planned.add_argument("settings", metavar="CONFIG", help="TOML file of settings for train, distill or sft")
+    planned.add_argument("--gpus", metavar="KIND:COUNT", help="of a node; without it, as the file's #SBATCH lines say")
+    planned.add_argument("--nodes", type=int, metavar="N", help="of the cluster; without it, as the file says, or 1")
+    planned.add_argument("--memory", type=float, metavar="GIB", help="of a GPU of another kind")
+    planned.add_argument("--rates", type=Path, metavar="FILE", help="TOML file of rates in place of the usual ones")
     evaluate = verb("eval", _eval, "score a model on held-out tasks",
                     "ENV [ENV ...] [--model M | --endpoint URL --endpoint-model NAME] [options]", True)
     evaluate.add_argument("--model", help="as for train; a run's model is in RUN/model")
@@ -320,8 +341,8 @@ def _verbs_about_envs(verb: Any) -> None:
         added.add_argument("--json", action="store_true", help="print JSON")
         if name == "envs":
             added.add_argument("suite", nargs="?", metavar="SUITE", help="list the envs of this suite of others")
-    checked = verb("check-env", _check_env, "check that an env keeps to what chat envs must", "ENV [--json]")
-    checked.add_argument("env", metavar="ENV", help="an id, or module:id")
+    checked = verb("check-env", _check_env, "check that an env keeps to what chat envs must",
+                   "ENV [--json] [--env-kwargs.NAME VALUE ...]")
     checked.add_argument("--json", action="store_true", help="print JSON")
     for kind, what in (("env", "an env"), ("agent", "an agent")):
         new = verb(f"new-{kind}", _new, f"write a small package with {what} of your own", "NAME [--out DIR]")

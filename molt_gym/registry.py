@@ -21,7 +21,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, load_env_creator, parse_env_id
 
 from .adapters import suites
-from .errors import NotAChatEnv, UnknownEnv
+from .errors import ConfigError, NotAChatEnv, UnknownEnv
 from .spaces import AssistantMessageSpace, ConversationSpace
 from .task_env import TaskEnv
 
@@ -117,6 +117,7 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
 
     Raises:
         UnknownEnv: nothing knows the id; the message names the nearest ids.
+        ConfigError: an argument is missing without which its class cannot be.
         NotAChatEnv: its spaces are not `molt_gym.Conversation` and `molt_gym.AssistantMessage`, and its actions cannot
             be written in a reply.
     """
@@ -125,6 +126,9 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
         from .adapters.text_env import text_spec
 
         spec = text_spec(spec)
+    if missing := [name for name in _needs(creators(spec)[0], spec) if name not in kwargs] if spec.entry_point else []:
+        raise ConfigError(f"{spec.id}: {', '.join(missing)} missing; write it as a keyword, to train as env_kwargs="
+                          f"{{'{missing[0]}': ...}} or --env-kwargs.{missing[0]} VALUE")
     env = gym.make(spec, **kwargs)
     if isinstance(env.observation_space, ConversationSpace) and isinstance(env.action_space, AssistantMessageSpace):
         return env

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import molt_gym
-from molt_gym import EnvFailure
-from molt_gym.conformance import check
+from molt_gym import EnvFailure, cli
 
 pytest.importorskip("openenv")
 SCRIPT = "molt_gym/adapters/openenv_server.py"
@@ -239,8 +238,11 @@ def test_bad_arguments_are_named(server, make):
                           ({"action": "no.such:thing"}, "action: 'no.such:thing'")]:
         with pytest.raises(molt_gym.ConfigError, match=words):
             make(**{"url": url} | kwargs)
+    with pytest.raises(molt_gym.ConfigError, match="openenv/Remote-v0: url missing; write it as a keyword"):
+        molt_gym.make("openenv/Remote-v0")
 
 
 @pytest.mark.parametrize("path", ["guess", "walk", "sum"])
-def test_it_keeps_to_what_training_relies_on(server, path):
-    assert [finding for finding in check("openenv/Remote-v0", url=f"{server.url}/{path}") if finding.problem] == []
+def test_it_keeps_to_what_training_relies_on(server, path, capsys):
+    code = cli.main(["check-env", "openenv/Remote-v0", "--env-kwargs.url", f"{server.url}/{path}"])
+    assert code == 0, capsys.readouterr().out
