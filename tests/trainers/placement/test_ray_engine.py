@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -81,6 +82,11 @@ def actors(cluster: Any, wide_path: Path) -> Iterator[Callable[[int], Any]]:
         one.close()
 
 
+@pytest.fixture(scope="module")
+def single(actors: Callable[[int], Any]) -> Any:
+    return actors(1)
+
+
 async def update(engines: list[Any], actor: Any, version: int) -> None:
     await within(*(engine.pause() for engine in engines))
     await within(*(engine.begin_update() for engine in engines))
@@ -110,7 +116,7 @@ def alive(group: int) -> list[int]:
 
 
 async def test_engines_take_the_weights_of_an_actors_ranks_and_of_the_one_after_it(
-    engines: list[Any], actors: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[Any], actors: Callable[[int], Any], single: Any, tmp_path: Path
 ) -> None:
     actor = actors(2)
     for version in (1, 2, 3):
@@ -123,13 +129,12 @@ async def test_engines_take_the_weights_of_an_actors_ranks_and_of_the_one_after_
             # The ranks are replaced by fewer.
             actor.save(tmp_path / "state")
             actor.close()
-            actor = actors(1)
+            actor = single
             actor.load(tmp_path / "state")
             assert actor.logprobs(PROBE) == pytest.approx(expected, abs=1e-5)
         row = TrainRow(PROBE, [0, *[1] * (len(PROBE) - 1)], [-1.0] * len(PROBE), 1.0, 0.01, 0, 0)
         actor.train([[row]])
         assert max(abs(a - b) for a, b in zip(actor.logprobs(PROBE), expected, strict=True)) > 0.01
-    actor.close()
 
 
 @ray.remote(num_cpus=1)
@@ -139,6 +144,10 @@ class Asker:
     async def ask(self, proxy: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
         requests = [Request(prompt, Sampling(**sampling)) for prompt in prompts]
         return await asyncio.wait_for(asyncio.gather(*proxy.submit(requests), return_exceptions=True), WAIT)
+
+
+def test_the_process_that_holds_vllms_does_not_load_torch(engines: list[Any]) -> None:
+    assert not ray.get(engines[0]._host.handle.__ray_call__.remote(lambda _: "torch" in sys.modules))
 
 
 async def test_a_proxy_in_another_process_asks_the_engine_and_refuses_what_leaves_no_room(engines: list[Any]) -> None:
@@ -179,10 +188,9 @@ async def test_a_request_that_is_cancelled_leaves_the_engine(engines: list[Any])
 
 
 async def test_an_engine_that_is_killed_in_an_update_is_told_everywhere_and_the_other_is_updated(
-    engines: list[Any], make: Callable[..., Any], actors: Callable[[int], Any]
+    engines: list[Any], single: Any
 ) -> None:
-    other, engine = engines[0], make()
-    actor = actors(1)
+    (other, engine), actor = engines, single
     await update([other, engine], actor, 4)
     proxy, group = engine.proxy(), host(engine)
     await within(other.pause(), engine.pause())
@@ -209,11 +217,41 @@ async def test_an_engine_that_is_killed_in_an_update_is_told_everywhere_and_the_
     assert await other.score(PROBE) == pytest.approx(actor.logprobs(PROBE), abs=1e-4)
     await until(lambda: not alive(group))
     await engine.close()
-    actor.close()
 
 
-async def test_an_actor_that_is_killed_ends_its_engine_and_leaves_no_process(make: Callable[..., Any]) -> None:
-    engine = make()
+async def test_a_rank_that_dies_in_an_update_of_engines_is_named_as_the_reason(
+    engines: list[Any], single: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines[0]
+    fleet = EngineFleet(lambda: engine, 1, 0)
+    await fleet.pause()
+    await fleet.update_weights(single.weights(), 6)
+    call = engine._call
+
+    async def call_and_die(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "receive":
+            os.kill(ray.get(single._ranks[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            # The engine is the first to notice.
+            raise RunFailed("the vLLM engine failed: connection closed by peer")
+        return await call(name, *arguments, **options)
+
+    monkeypatch.setattr(engine, "_call", call_and_die)
+    closed = asyncio.Event()
+
+    async def close() -> None:
+        """The next test still needs the engine."""
+        closed.set()
+
+    monkeypatch.setattr(engine, "close", close)
+    with pytest.raises(ActorLost, match="actor rank 0"):
+        await asyncio.wait_for(fleet.update_weights(single.weights(), 7), WAIT)
+    await fleet.close()
+    assert closed.is_set()
+
+
+async def test_an_actor_that_is_killed_ends_its_engine_and_leaves_no_process(engines: list[Any]) -> None:
+    # Ends the last of these engines, whose weights may be a mixture.
+    engine = engines[0]
     await within(engine.pause())
     proxy, group = engine.proxy(), host(engine)
     assert alive(group)
@@ -225,29 +263,6 @@ async def test_an_actor_that_is_killed_ends_its_engine_and_leaves_no_process(mak
         await asyncio.wait_for(future, WAIT)
     await until(lambda: not alive(group))
     await engine.close()
-
-
-async def test_a_rank_that_dies_in_an_update_of_engines_is_named_as_the_reason(
-    engines: list[Any], actors: Callable[[int], Any]
-) -> None:
-    # The last test of these engines, whose weights are a mixture then.
-    actor, waiting = actors(2), iter(engines)
-    fleet = EngineFleet(lambda: next(waiting), 1, 0)
-    await fleet.pause()
-    await fleet.update_weights(actor.weights(), 6)
-    call = engines[0]._call
-
-    async def call_and_die(name: str, *arguments: Any, **options: Any) -> Any:
-        if name == "receive":
-            os.kill(ray.get(actor._ranks[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-            # The engine is the first to notice.
-            raise RunFailed("the vLLM engine failed: connection closed by peer")
-        return await call(name, *arguments, **options)
-
-    engines[0]._call = call_and_die
-    with pytest.raises(ActorLost, match="actor rank 0"):
-        await asyncio.wait_for(fleet.update_weights(actor.weights(), 7), WAIT)
-    await fleet.close()
 
 
 def test_an_engine_that_does_not_start_says_why(make: Callable[..., Any]) -> None:
