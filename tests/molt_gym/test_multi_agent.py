@@ -154,7 +154,7 @@ def test_opponents_that_fail_are_a_failure_of_the_env_and_no_reward() -> None:
     def broken(conversation):
         raise RuntimeError("gone")
 
-    for opponent, words in ((broken, "gone"), (lambda conversation: 3, "returned 3"), (lambda conversation: "?", "over")):
+    for opponent, words in ((broken, "gone"), (lambda messages: 3, "returned 3"), (lambda messages: "?", "over")):
         with pytest.raises(EnvFailure, match=words) as failure:
             env = Auction(opponent=opponent)
             for index in range(20):
