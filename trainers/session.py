@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +24,13 @@ from .actor.actor import Actor
 from .architecture import EXPERTS
 from .config import ActorConfig, Config
 from .evaluate import EvalResult, evaluate, held_out_kwargs
+from .judging import Bench, Desk, Model
 from .parity import ParityProbe
 from .rollout.agent_episode import AgentServer
 from .rollout.engine import RolloutEngine
-from .rollout.env_maker import EnvMaker
+from .rollout.env_maker import EnvMaker, Seated
 from .rollout.fleet import EngineFleet
+from .rollout.frozen import FrozenModels
 from .rollout.gate import Gate, OpenGate, WaveGate
 from .rollout.mixture import MixedRunner, split
 from .rollout.pool import TaskStream
@@ -193,6 +196,10 @@ class Sampler:
         # Evaluation shares it with the training that it interrupts: they may be told to use the same port.
         self._agents = AgentServer(partial(loopback, config))
         self.engine: RolloutEngine = engine or self._make_engine()
+        self._opponents = FrozenModels(config, path, load_renderer)
+        model = Model(self.renderer, self.engine, config.rollout.max_context)
+        self._bench = Bench(self._config, model, path)
+        self._desk = Desk(self._bench, self._agents, self.engine)
 
     def _make_engine(self) -> RolloutEngine:
         rollout = self._config.rollout
@@ -224,13 +231,19 @@ class Sampler:
             return TokenSeat(self.renderer, rollout.history, sampling, rollout.max_context, ticket, attempt, gate,
                              self._threads)
 
-        runner = Runner(maker.env_id, maker, seat, limits(self._config), live=gate.rollout, done=self._done,
-                        server=self._agents, own_process=maker.own_process)
+        self._desk.attend()
+        self._bench.prepare(maker.judges)
+        make = Seated(maker, self._desk.address)
+        others = self._opponents.others(gate, replace(sampling, top_logprobs=0), self._threads)
+        runner = Runner(maker.env_id, make, seat, limits(self._config), live=gate.rollout, done=self._done,
+                        server=self._agents, own_process=maker.own_process, others=others)
         self._runners.add(runner)
         return runner
 
     async def aclose(self) -> None:
-        """End the engine."""
+        """End the engine, and those of judges and opponents."""
+        await self._opponents.aclose()
+        await self._desk.aclose()
         await self.engine.close()
 
     def take_faults(self) -> dict[str, int]:

@@ -19,6 +19,9 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from molt_gym.agents import AgentEnv, AgentRun, Result
 from molt_gym.errors import EnvFailure
+from molt_gym.judge import Judge
+from molt_gym.judge_calls import metered
+from molt_gym.judge_source import is_local
 from molt_gym.messages import Conversation, Message, validate_conversation
 from molt_gym.task_env import TaskEnv, finite
 
@@ -30,20 +33,26 @@ _ASK_EVERY = 1.0
 _PLAIN = (OrderEnforcing, PassiveEnvChecker, TimeLimit)
 
 
-def reset(env: gym.Env, ticket: Ticket) -> Conversation | None:
-    """The first observation; None if the env is an agent that plays by itself."""
+def reset(env: gym.Env, ticket: Ticket) -> tuple[Conversation, dict[str, Any]] | None:
+    """The first observation and its info; None if the env is an agent that plays by itself."""
     if plays_itself(env):
         return None
-    observation, _ = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
+    observation, info = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
     validate_conversation(observation, "observation")
-    return observation
+    return observation, plain(info)
 
 
 def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
-    """What `env.step` returns, checked."""
-    observation, reward, terminated, truncated, info = env.step(reply)
+    """What `env.step` returns, checked; of the info of a game also the rewards and results of its seats."""
+    with metered() as counted:
+        observation, reward, terminated, truncated, info = env.step(reply)
+    info = {**info, **counted}
     validate_conversation(observation, "observation")
-    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), plain(info)
+    seats = {}
+    if "seat" in info:
+        rewards = {seat: finite(value, f"the reward of {seat}") for seat, value in info["rewards"].items()}
+        seats = {"rewards": rewards, "results": dict(info.get("results", {}))}
+    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), plain(info) | seats
 
 
 def turn_limit(env: gym.Env) -> int | None:
@@ -54,6 +63,13 @@ def turn_limit(env: gym.Env) -> int | None:
 def num_tasks(env: gym.Env) -> int | None:
     """How many tasks there are; None for no end of them."""
     return getattr(env.unwrapped, "num_tasks", None)
+
+
+def survey(env: gym.Env) -> tuple[int | None, set[str]]:
+    """How many tasks there are, None for no end of them; and which local models judge."""
+    owners = (env.unwrapped, getattr(env.unwrapped, "agent", None))
+    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values() if isinstance(value, Judge)]
+    return num_tasks(env), {judge.source for judge in held if is_local(judge.source)}
 
 
 def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """What makes the envs of a run, here or where it is sent."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from molt_gym.agents import AgentEnv
+from molt_gym.judge_source import Address, desk
 from molt_gym.registry import creators, find_spec, make
 
-from .env_calls import num_tasks
+from .env_calls import survey
 from .env_process import EnvProcess
 
 
@@ -57,6 +60,37 @@ class EnvMaker:
         """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
         if self.own_process:
             with closing(EnvProcess(self)) as process:
-                return process.run(num_tasks)
-        with closing(self()) as env:
-            return num_tasks(env)
+                count, _judges[self.env_id] = process.run(survey)
+        else:
+            with closing(self()) as env:
+                count, _judges[self.env_id] = survey(env)
+        return count
+
+    @property
+    def judges(self) -> set[str]:
+        """Models here, or of the run, that judge, as far as the last `num_tasks` of this id found them."""
+        return _judges.get(self.env_id, set())
+
+
+_judges: dict[str, set[str]] = {}
+
+
+@dataclass(frozen=True)
+class Seated:
+    """Makes an env of `make` in whose thread, or process, judges find the run. address: gives its address there."""
+
+    make: Callable[[], gym.Env]
+    address: Callable[[], Address]
+
+    def __call__(self) -> gym.Env:
+        """A new env."""
+        desk.set(self.address)
+        return self.make()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process cannot ask this one.
+        return Seated, (self.make, partial(_same, self.address()))
+
+
+def _same(address: Address) -> Address:
+    return address
