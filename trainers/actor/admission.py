@@ -26,7 +26,7 @@ def admitted(spec: "ActorSpec") -> bool:
     Raises:
         ConfigError: the model cannot be cut so, or the GPU of this process is too small; with the arithmetic.
     """
-    shape, plan = _planned(spec)
+    shape, plan = planned(spec)
     check_sizes(shape, plan.sizes)
     known = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
     # Where one rank has all of a parameter, there is nothing to wait for.
@@ -35,10 +35,11 @@ def admitted(spec: "ActorSpec") -> bool:
 
 def describe(spec: "ActorSpec") -> str:
     """What a rank needs, in one line."""
-    return f"actor: {memory.describe(*_planned(spec))}"
+    return f"actor: {memory.describe(*planned(spec))}"
 
 
-def _planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
+def planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
+    """The model in numbers, and how it is to be trained."""
     actor, scoring = spec.config.actor, Scoring.of(spec.config)
     config = AutoConfig.from_pretrained(spec.path).get_text_config()
     named = {name: getattr(config, name) for name in config.attribute_map}

@@ -11,7 +11,8 @@ import pytest
 
 from molt_gym.errors import ConfigError
 from molt_gym.trainers.config import load_config
-from molt_gym.trainers.placement.ray_cluster import Parts, RayCluster, choose, plan
+from molt_gym.trainers.placement.places import Parts, choose, plan
+from molt_gym.trainers.placement.ray_cluster import RayCluster
 
 
 def parts(ranks=2, engines=2, workers=1, runners=1, device="CPU") -> Parts:
