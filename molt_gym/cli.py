@@ -110,6 +110,16 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
+def _plan(options: argparse.Namespace, rest: list[str]) -> int:
+    from .trainers.config import parse_cli
+    from .trainers.plan import plan, schema_of
+
+    path = Path(options.settings)
+    print(plan(path, parse_cli(rest, schema_of(path)), gpus=options.gpus, nodes=options.nodes, memory=options.memory,
+               rates=options.rates))
+    return OK
+
+
 def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
@@ -278,6 +288,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         trains.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
         trains.add_argument("--resume", metavar="DIR",
                             help="go on with this run; auto: with --out or the latest one of ENV")
+    planned = verb("plan", _plan, "say what a run needs and how fast it may be, without starting any of it",
+                   "CONFIG [options] [--SETTING VALUE ...]")
+    planned.add_argument("settings", metavar="CONFIG", help="TOML file of settings for train, distill or sft")
+    planned.add_argument("--gpus", metavar="KIND:COUNT", help="of a node; without it, as the file's #SBATCH lines say")
+    planned.add_argument("--nodes", type=int, metavar="N", help="of the cluster; without it, as the file says, or 1")
+    planned.add_argument("--memory", type=float, metavar="GIB", help="of a GPU of another kind")
+    planned.add_argument("--rates", type=Path, metavar="FILE", help="TOML file of rates in place of the usual ones")
     planned = verb("plan", _plan, "say what a run needs and how fast it may be, without starting any of it",
                    "CONFIG [options] [--SETTING VALUE ...]")
     planned.add_argument("settings", metavar="CONFIG", help="TOML file of settings for train, distill or sft")
