@@ -47,7 +47,9 @@ steps_done() { if [[ -f $1/metrics.jsonl ]]; then wc -l <"$1/metrics.jsonl"; els
 attended() {
     local code
     [[ -z $ended ]] || return 143
-    ${WRAP:-} "$@" &
+    rm -f "$number"
+    # shellcheck disable=SC2016
+    ${WRAP:-} bash -c 'echo $$ 2>/dev/null >"$0"; exec "$@"' "$number" "$@" &
     attended=$!
     # A signal ends `wait`, but not the command.
     until woken='' code=0; wait "$attended" || code=$?; [[ -z $woken ]]; do :; done
@@ -60,8 +62,12 @@ stop() {
     [[ -z $ended ]] || return 0
     ended=$1
     [[ -n $attended ]] || return 0
-    kill -TERM "$attended" 2>/dev/null || :
-    (sleep "$SAVING" && kill -KILL "$attended" 2>/dev/null) &
+    local run
+    run=$(cat "$number" 2>/dev/null || :)
+    # WRAP may not pass signals on. If it hides the run's number, or its processes, it has to.
+    grep -qz "^SLURM_JOB_ID=$SLURM_JOB_ID$" "/proc/${run:-none}/environ" 2>/dev/null || run=$attended
+    kill -TERM "$run" 2>/dev/null || :
+    (sleep "$SAVING" && kill -KILL "$run" "$attended" 2>/dev/null) &
 }
 
 # Ray's head on the first node, where this shell is, and a worker on each of the others: one step with a task a node.
@@ -102,13 +108,14 @@ sys.exit(there < int(sys.argv[1]) and f"launch.sh: {there} of {sys.argv[1]} node
 
 inside() {
     local verb=$1 recipe=$2 run=$3 before code=0
-    before=$(steps_done "$run") ended='' attended='' woken=''
+    before=$(steps_done "$run") ended='' attended='' woken='' number=${TMPDIR:-/tmp}/molt-gym-$SLURM_JOB_ID.pid
     trap 'stop asked' TERM
     trap 'stop lost' USR1
     { ((SLURM_JOB_NUM_NODES == 1)) || start_ray; } &&
         attended "$(command_of molt-gym)" "$verb" --config "$recipe" --out "$run" "${@:4}" || code=$?
     echo "launch.sh: molt-gym $verb has ended with $code" >&2
     trap '' USR1
+    rm -f "$number"
     # Ray would take half a minute to let go of what is over.
     ((SLURM_JOB_NUM_NODES == 1)) || scancel --signal=KILL "$SLURM_JOB_ID.0" || :
     # What Ray's end broke is worth another start if this one got anywhere.

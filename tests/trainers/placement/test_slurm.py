@@ -76,7 +76,7 @@ class Slurm:
         self.folder, self.daemons = folder, []
         self.env = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin", "VENV": sys.prefix,
-            "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TOYS), "TOYS_PAUSE": "0.3", "OMP_NUM_THREADS": "1"}
+            "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TOYS), "TOYS_PAUSE": "0.2", "OMP_NUM_THREADS": "1"}
         for name in ("state", "n1", "n2"):
             (folder / name).mkdir()
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
