@@ -39,6 +39,13 @@ class Suite:
 SUITES = {suite.namespace: suite for suite in [
     Suite("reasoning_gym", "reasoning_gym", "reasoning-gym", "molt_gym.adapters.reasoning_gym",
           "Procedural reasoning puzzles, each scored by its own verifier"),
+    Suite("gem", "gem", "gem", "molt_gym.adapters.gem", "Games, and questions from data sets of the hub, of GEM"),
+    Suite("textarena", "textarena", "textarena", "molt_gym.adapters.textarena",
+          "Text games for one player, or for two against an opponent"),
+    Suite("pettingzoo", "pettingzoo", "pettingzoo", "molt_gym.adapters.pettingzoo",
+          "PettingZoo's classic games, whose seats the policy and its opponents have"),
+    Suite("verifiers", "verifiers", "verifiers", "molt_gym.adapters.verifiers",
+          "Installed tasksets of verifiers, each episode played by its own loop"),
     Suite("openenv", "", "", "molt_gym.adapters.openenv", "Whatever an OpenEnv server runs, by its URL"),
     Suite("nemo_gym", "", "", "molt_gym.adapters.nemo_gym", "Tasks of a NeMo Gym resources server, by its URL"),
 ]}
