@@ -110,16 +110,6 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> int:
     return OK
 
 
-def _plan(options: argparse.Namespace, rest: list[str]) -> int:
-    from .trainers.config import parse_cli
-    from .trainers.plan import plan, schema_of
-
-    path = Path(options.settings)
-    print(plan(path, parse_cli(rest, schema_of(path)), gpus=options.gpus, nodes=options.nodes, memory=options.memory,
-               rates=options.rates))
-    return OK
-
-
 def _eval(options: argparse.Namespace, rest: list[str]) -> int:
     import molt_gym
 
@@ -159,7 +149,7 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
     env, overrides = env_and_overrides(options, rest)
     console = Console(highlight=False)
     if options.human:
-        kwargs = _env_kwargs(overrides, "--human")
+        kwargs = _env_kwargs(env, overrides, "--human")
         for episode in range(options.n):
             play(env, seed=options.seed + episode, env_kwargs=kwargs, console=console)
         return OK
@@ -201,29 +191,32 @@ def _export(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _envs(options: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest)
-    from .listing import as_json, as_text, listing
+    from .listing import as_json, as_markdown, as_text, listing
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = listing(options.suite)
-    print(json.dumps(as_json(found), indent=2) if options.json else as_text(found))
+        print(json.dumps(as_json(found), indent=2) if options.json else
+              as_markdown(found) if options.markdown else as_text(found))
     for problem in found.problems:
         print(problem, file=sys.stderr)
     return OK
 
 
-def _env_kwargs(overrides: dict[str, Any], where: str) -> dict[str, Any]:
+def _env_kwargs(env: str, overrides: dict[str, Any], where: str) -> dict[str, Any]:
     for name in overrides:
         if not name.startswith("env_kwargs."):
             raise ConfigError(f"--{name} has no effect with {where}; only --env-kwargs.NAME has")
-    return {name.removeprefix("env_kwargs."): value for name, value in overrides.items()}
+    from .trainers.config import load_config
+
+    return dict(load_config(env, overrides=overrides).env_kwargs)
 
 
 def _check_env(options: argparse.Namespace, rest: list[str]) -> int:
     from .conformance import check
 
     env, overrides = env_and_overrides(options, rest)
-    findings = check(env, **_env_kwargs(overrides, "check-env"))
+    findings = check(env, **_env_kwargs(env, overrides, "check-env"))
     if options.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2))
     for finding in () if options.json else findings:
@@ -295,13 +288,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     planned.add_argument("--nodes", type=int, metavar="N", help="of the cluster; without it, as the file says, or 1")
     planned.add_argument("--memory", type=float, metavar="GIB", help="of a GPU of another kind")
     planned.add_argument("--rates", type=Path, metavar="FILE", help="TOML file of rates in place of the usual ones")
-    planned = verb("plan", _plan, "say what a run needs and how fast it may be, without starting any of it",
-                   "CONFIG [options] [--SETTING VALUE ...]")
-    planned.add_argument("settings", metavar="CONFIG", help="TOML file of settings for train, distill or sft")
-    planned.add_argument("--gpus", metavar="KIND:COUNT", help="of a node; without it, as the file's #SBATCH lines say")
-    planned.add_argument("--nodes", type=int, metavar="N", help="of the cluster; without it, as the file says, or 1")
-    planned.add_argument("--memory", type=float, metavar="GIB", help="of a GPU of another kind")
-    planned.add_argument("--rates", type=Path, metavar="FILE", help="TOML file of rates in place of the usual ones")
     evaluate = verb("eval", _eval, "score a model on held-out tasks",
                     "ENV [ENV ...] [--model M | --endpoint URL --endpoint-model NAME] [options]", True)
     evaluate.add_argument("--model", help="as for train; a run's model is in RUN/model")
@@ -354,10 +340,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 def _verbs_about_envs(verb: Any) -> None:
     for name, command, help in (("envs", _envs, "list the envs"), ("doctor", _doctor, "check this machine")):
-        added = verb(name, command, help, "[SUITE] [--json]" if name == "envs" else "[--json]")
+        added = verb(name, command, help, "[SUITE] [--json | --markdown]" if name == "envs" else "[--json]")
         added.add_argument("--json", action="store_true", help="print JSON")
         if name == "envs":
             added.add_argument("suite", nargs="?", metavar="SUITE", help="list the envs of this suite of others")
+            added.add_argument("--markdown", action="store_true", help="print tables; those of docs/envs.md")
     checked = verb("check-env", _check_env, "check that an env keeps to what chat envs must",
                    "ENV [--json] [--env-kwargs.NAME VALUE ...]")
     checked.add_argument("--json", action="store_true", help="print JSON")

@@ -1,6 +1,7 @@
 """What `molt-gym envs` shows: the envs that are there, and the suites of others that are or could be."""
 
 from dataclasses import asdict, dataclass
+from importlib.metadata import packages_distributions, version
 from typing import Any
 
 from .adapters.suites import SUITES, Suite
@@ -27,7 +28,7 @@ def listing(suite: str | None = None) -> Listing:
     if suite and not envs:
         found = SUITES[suite]
         problems.append(f"{found.package} is not installed: {found.install}" if not found.installed
-                        else f"{found.package} could not be imported")
+                        else f"{found.package or suite} could not be imported")
     return Listing(envs, [] if suite else list(SUITES.values()), broken, problems)
 
 
@@ -50,12 +51,33 @@ def as_json(found: Listing) -> dict[str, Any]:
 
 
 def as_markdown(found: Listing) -> str:
-    """The same as tables, for docs/envs.md."""
+    """The same as tables, for docs/envs.md. Imports the suites, to count their ids, which may take some seconds."""
     lines = ["| id | what it is | from |", "|---|---|---|"]
-    lines += [f"| `{env.id}` | {env.summary} | {env.source} |" for env in found.envs]
-    lines += ["", "| suite | what it is | install |", "|---|---|---|"]
-    lines += [f"| `{_pattern(suite)}` | {suite.about} | `{suite.install}` |" for suite in found.suites]
+    lines += [f"| `{env.id}` | {env.summary}{_needs(env)} | {env.source} |" for env in found.envs]
+    if found.suites:
+        lines += ["", "| suite | what it is | ids | to install | here |", "|---|---|---:|---|---|"]
+    for suite in found.suites:
+        ids = list_envs(suite.namespace)
+        about = suite.about + (_needs(ids[0]) if len(ids) == 1 else "")
+        name = f"`{ids[0].id}`" if len(ids) == 1 else f"`{_pattern(suite)}`"
+        lines.append(f"| {name} | {about} | {len(ids) or ''} | {f'`{suite.install}`' if suite.extra else 'nothing'} "
+                     f"| {_status(suite, bool(ids))} |")
     return "\n".join(lines)
+
+
+def _needs(env: EnvInfo) -> str:
+    return f" (needs {', '.join(f'`{name}`' for name in env.needs)})" if env.needs else ""
+
+
+def _status(suite: Suite, has_ids: bool) -> str:
+    if not suite.installed:
+        return "not installed"
+    if not has_ids:
+        return "cannot be imported"
+    if not suite.package:
+        return "comes with molt-gym"
+    packages = packages_distributions().get(suite.package, [suite.package])
+    return f"{packages[0]} {version(packages[0])}"
 
 
 def _pattern(suite: Suite) -> str:

@@ -46,7 +46,10 @@ def test_the_env_keeps_to_the_contract():
     assert [finding for finding in check("$id") if finding.problem] == []
 ''')
 
-_ENV = Template('''"""$id: asks for the larger of two numbers. Replace the task by yours."""
+_ENV = Template('''"""$id: asks for the larger of two numbers.
+
+Replace the task by yours; `molt_gym.load_tasks` reads tasks from a file.
+"""
 
 import random
 

@@ -152,7 +152,7 @@ def load_tasks(
     chosen = {field: field for field in (*optional, "difficulty")} | chosen
     options = {f"{field}_column": field for field in chosen}
     if unknown := names.keys() - options.keys():
-        raise TypeError(f"unknown keyword {', '.join(sorted(unknown))}; write one of {', '.join((*OPTIONS, *options))}")
+        raise TypeError(f"unknown keyword {', '.join(sorted(unknown))}; write one of {', '.join((*OPTIONS, 'difficulty', *options))}")
     chosen |= {options[option]: name for option, name in names.items()}
     name = str(dataset)
     rows, numbers = read(name, dataset_subset, dataset_split or split)

@@ -1,5 +1,6 @@
 """The examples run as a newcomer would run them."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import molt_gym
+from molt_gym import cli
 from molt_gym.trainers.config import load_config
 from molt_gym.trainers.models import resolve_model
 
@@ -34,6 +37,34 @@ def test_a_new_env_in_one_file_is_learnt_by_the_tiny_model(tmp_path):
     before, after = next(line for line in output.splitlines() if "pass_at_1" in line).split()[-3::2]
     assert float(after) >= max(0.85, float(before) + 0.2)
     assert next(tmp_path.glob("runs/*/curve.png")).stat().st_size
+
+
+def test_an_env_takes_its_tasks_from_a_file_of_which_its_users_choose_rows(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    env = molt_gym.make("own_tasks:Capitals-v0", difficulty={"min": 3}, dataset_split="all", dataset_seed=0)
+    assert env.unwrapped.num_tasks == 4
+    observation, _ = env.reset(options={"index": 0})
+    country = observation["messages"][-1]["content"].removeprefix("What is the capital of ").partition("?")[0]
+    capital = {"Kazakhstan": "Astana", "Myanmar": "Naypyidaw", "Bhutan": "Thimphu", "Suriname": "Paramaribo"}[country]
+    assert env.step({"role": "assistant", "content": capital.upper()})[1:3] == (1.0, True)
+    (tmp_path / "mine.jsonl").write_text('{"land": "Chile", "town": "Santiago"}')
+    mine = {"dataset": str(tmp_path / "mine.jsonl"), "country_column": "land", "capital_column": "town"}
+    observation, _ = molt_gym.make("own_tasks:Capitals-v0", **mine).reset()
+    assert "Chile" in observation["messages"][-1]["content"]
+
+
+def test_its_rows_are_chosen_on_the_command_line_too(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Thimphu\n.\n"))
+    words = ["--env-kwargs.difficulty.min", "3", "--env-kwargs.dataset-split", "all", "--seed", "2"]
+    assert cli.main(["rollout", "own_tasks:Capitals-v0", "--human", *words]) == 0
+    shown = capsys.readouterr().out
+    assert any(country in shown for country in ("Bhutan", "Kazakhstan", "Myanmar", "Suriname"))
+
+
+@pytest.mark.slow
+def test_tasks_are_chosen_by_their_difficulty(tmp_path):
+    assert run_example("own_tasks.py", tmp_path).splitlines() == ["{'max': 1} 0.0 of 8", "{'min': 2} 3.0 of 8"]
 
 
 @pytest.mark.slow
@@ -67,4 +98,4 @@ def test_a_student_comes_ten_times_closer_to_its_teacher_on_held_out_tasks(tmp_p
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "distill.py", "my_env.py", "own_estimator.py", "play_with_a_function.py", "sft.py"}
+        "distill.py", "my_env.py", "own_estimator.py", "own_tasks.py", "play_with_a_function.py", "sft.py"}
