@@ -41,6 +41,7 @@ class HostProcess:
         self.scratch = Path(tempfile.mkdtemp(prefix="molt-gym-vllm-", dir=folder if len(folder) < 45 else "/tmp"))
         self.log = self.scratch / "engine.log"
         self.ended: Exception | None = None
+        self._failed = False
         self.ready: Future[int] = Future()
         self._calls: dict[int, Future[Any]] = {0: self.ready}
         self._numbers, self._lock, self._ending = itertools.count(1), threading.Lock(), threading.Lock()
@@ -79,7 +80,7 @@ class HostProcess:
     def close(self, reason: Exception) -> None:
         """Fail what is pending for `reason` and end the process, by force after `CLOSE_TIMEOUT`. Idempotent.
 
-        After a failure, which is a RunFailed, by force at once; then the log stays.
+        After a failure, which is a RunFailed, by force at once; then the log stays, as it does after a call that failed.
         """
         fine = self.ended is None and not isinstance(reason, RunFailed)
         orderly = fine and self.ready.done() and not self.ready.exception()
@@ -89,7 +90,7 @@ class HostProcess:
         if orderly:
             self._reader.join(CLOSE_TIMEOUT)
         self._kill()
-        if fine:
+        if fine and not self._failed:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _cancel(self, number: int) -> None:
@@ -110,7 +111,9 @@ class HostProcess:
                 if worked:
                     future.set_result(result)
                 else:
-                    future.set_exception(RunFailed(f"the vLLM engine failed: {result}\nIts log: {self.log}"))
+                    self._failed = True
+                    future.set_exception(RunFailed(f"the vLLM engine failed: {result}\nThe end of its log, {self.log}:\n"
+                                                   f"{self._last_lines()}"))
         self._kill()
         self._fail(RunFailed(f"the vLLM engine's process ended (exit code {self._process.wait()}); the end of its log, "
                              f"{self.log}:\n{self._last_lines()}"))

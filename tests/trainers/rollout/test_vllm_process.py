@@ -1,5 +1,8 @@
 import tempfile
 
+import pytest
+
+from molt_gym.errors import RunFailed
 from molt_gym.trainers.rollout.vllm_process import HostProcess, telling
 from molt_gym.trainers.rollout.vllm_spec import HostSpec
 
@@ -35,3 +38,14 @@ def test_sockets_find_room_where_the_folder_of_temporary_files_has_a_long_path(t
     # A socket is named by 36 characters.
     assert len(str(host.scratch / ("x" * 36))) < 107
     assert not host.scratch.exists()
+
+
+@pytest.mark.slow
+def test_a_call_that_failed_is_told_with_the_end_of_the_log_which_stays(tmp_path):
+    host = HostProcess(HostSpec(str(tmp_path), "float32", 64, 1, (2,), "gloo", cpu=True))
+    with pytest.raises(RunFailed) as failed:
+        host.ready.result(timeout=180)
+    host.close(RuntimeError("the run is over"))
+    text = host.log.read_text(encoding="utf-8", errors="replace")
+    assert str(host.log) in str(failed.value)
+    assert text.strip().splitlines()[-1] in str(failed.value)
