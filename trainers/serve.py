@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,14 +27,13 @@ from molt_gym.policy import Policy, PolicyFunction, as_policy
 from molt_gym.server.admin import Admin
 from molt_gym.server.respond import Rules, TokenRespondent
 from molt_gym.server.server import LoopbackServer
-from molt_gym.tokens import Renderer, Sampling, Trajectory
-from molt_gym.tokens.image_files import put_aside
-from molt_gym.tokens.trajectory import json_line
+from molt_gym.tokens import Renderer, Sampling
 
 from .api import configure
 from .config import Config, load_config
 from .models import SMOLLM2, TINY, resolve_model
 from .progress import Progress
+from .recorder import Recorder
 from .rollout.gate import Gate, OpenGate
 from .rollout.seats import PolicySeat, Seat, TokenSeat
 from .rollout.ticket import Ticket
@@ -120,7 +119,7 @@ class Endpoint:
     @asynccontextmanager
     async def serve(self, player: Player) -> AsyncIterator[Admin]:
         """Answers, until the block is left; then all sessions have ended and are recorded."""
-        with _Recorder(self.out) as record:
+        with Recorder(self.out) as record:
             server = LoopbackServer(host=self.host, port=self.port, public_url=self.public_url, timeout=player.timeout)
             try:
                 with self._bound():
@@ -194,7 +193,7 @@ def serve_until_stopped(
 ) -> None:
     """Prints how to reach it, and serves until SIGINT or SIGTERM; another one, a second later, does not wait."""
     local = asyncio.run(endpoint.check())
-    with _Recorder(endpoint.out):
+    with Recorder(endpoint.out):
         player = load(model, env=env, config=config, **overrides or {})
     if not local:
         print(f"warning: --host {endpoint.host} is not this machine alone: who reaches it and has a key can use the "
@@ -261,54 +260,6 @@ class _FreeSeat(TokenSeat):
         if seed is None:
             return super()._seed(number, None, sample)
         return Ticket(0, 0).derive(sample, abs(seed), int(seed < 0))
-
-
-class _Recorder:
-    """Appends whole lines to a file, or does nothing without one; `molt_gym.tokens.read_jsonl` reads them.
-
-    Raises:
-        ConfigError: the file cannot be opened, or ends in the middle of a line.
-    """
-
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self._file: int | None = None
-        if path is None:
-            return
-        self._path = Path(path)
-        try:
-            if Path(path).is_file() and _last_byte(Path(path)) not in (b"", b"\n"):
-                raise ConfigError(f"--out {path}: its last line is cut off, as by a crash; remove that line, or write "
-                                  "another file")
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ConfigError(f"--out {path}: {error.strerror}; write a file that can be written") from None
-
-    def __enter__(self) -> "_Recorder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
-
-    def __call__(self, trajectory: Trajectory) -> None:
-        """Raises OSError if there is no room; the file is as before then."""
-        if self._file is None:
-            return
-        line = memoryview(put_aside(json_line(trajectory), self._path))
-        size = os.fstat(self._file).st_size
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, size)
-            raise
-
-
-def _last_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 1))
-        return file.read(1)
 
 
 async def _nothing() -> None:

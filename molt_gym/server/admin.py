@@ -15,17 +15,15 @@ import hmac
 import secrets
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
 from ..tokens.trajectory import Failure, Trajectory
 from .errors import WireError, invalid
-from .exchange import Call, Reply, Respondent
 from .json import decode, decode_fields
-from .session import Session
+from .recorded import RecordedSession, Seat
 
 if TYPE_CHECKING:
     from .server import LoopbackServer
@@ -41,16 +39,6 @@ _ROUTES = "POST /sessions, GET /sessions/ID, POST /sessions/ID/end, GET /session
 T = TypeVar("T")
 
 
-class Seat(Protocol):
-    """Answers one session, and writes down what happened in it."""
-
-    respondent: Respondent
-
-    def record(self, trajectory: Trajectory) -> None:
-        """Fills in messages, rows and turns."""
-        ...
-
-
 class _Opening(msgspec.Struct, forbid_unknown_fields=True):
     max_turns: Annotated[int, msgspec.Meta(ge=1)] | None = None
     env: str | None = None
@@ -62,49 +50,6 @@ class _Ending(msgspec.Struct, forbid_unknown_fields=True):
     reward: float | None = None
     info: dict[str, Any] | None = None
     truncated: bool | None = None
-
-
-@dataclass
-class RecordedSession:
-    """An open session. It answers the session's calls through the seat, and knows when somebody last wanted something.
-
-    trajectory: what is known of it from the start.
-    """
-
-    id: str
-    seat: Seat
-    trajectory: Trajectory
-    session: Session = field(init=False)
-    began: float = field(default_factory=time.monotonic)
-    seen: float = field(default_factory=time.monotonic)
-    busy: int = 0
-    timer: asyncio.TimerHandle | None = None
-
-    async def answer(self, call: Call) -> list[Reply]:
-        """See `Respondent.answer`."""
-        return await self._during(self.seat.respondent.answer(call))
-
-    async def count(self, call: Call) -> int:
-        """See `Respondent.count`."""
-        return await self._during(self.seat.respondent.count(call))
-
-    def so_far(self, **outcome: Any) -> Trajectory:
-        """What is recorded; `outcome` are fields of the trajectory."""
-        trajectory = replace(self.trajectory, seconds=time.monotonic() - self.began, **outcome)
-        self.seat.record(trajectory)
-        return trajectory
-
-    def quiet(self) -> float:
-        """Seconds since somebody last wanted something."""
-        return 0.0 if self.busy else time.monotonic() - self.seen
-
-    async def _during(self, work: Awaitable[T]) -> T:
-        self.busy += 1
-        try:
-            return await work
-        finally:
-            self.busy -= 1
-            self.seen = time.monotonic()
 
 
 class Admin:

@@ -186,14 +186,14 @@ def test_a_file_that_ends_within_a_line_is_refused_and_kept(tmp_path: Path, cont
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="cut off"):
-        serve_module._Recorder(path)
+        serve_module.Recorder(path)
     assert path.read_bytes() == content
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "out.jsonl"):
         with pytest.raises(ConfigError, match="--out"):
-            serve_module._Recorder(path)
+            serve_module.Recorder(path)
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def small_files() -> Iterator[None]:
 
 def test_a_trajectory_for_which_there_is_no_room_leaves_no_part_of_itself(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with serve_module._Recorder(path) as record:
+    with serve_module.Recorder(path) as record:
         record(Trajectory("E-v0", 0))
         with small_files(), pytest.raises(OSError, match="too large"):
             record(Trajectory("E-v0", 1, info={"text": "x" * 2000}))
