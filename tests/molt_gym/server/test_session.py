@@ -224,3 +224,17 @@ async def test_options_reach_the_respondent(session, respondent):
     respondent.answer = answer
     await session.complete(Call(ASK.messages, options=Options(temperature=0.5)), FRESH)
     assert seen == [Options(temperature=0.5)] and await session.count(ASK) == 7
+
+
+async def test_a_session_that_does_not_remember_holds_nothing_of_what_it_answered(respondent):
+    session = session_of(respondent, remember=False, max_turns=3)
+    respondent.release.clear()
+    asked = [asyncio.ensure_future(session.complete(ASK, identity)) for identity in (FRESH, AGAIN)]
+    await asyncio.sleep(0)
+    respondent.release.set()
+    assert (await asked[0]) is (await asked[1]) and respondent.calls == 1
+    assert (await session.complete(ASK, AGAIN)) is not asked[0].result() and respondent.calls == 2
+    assert not session._by_body and session.memory("wire") is not session.memory("wire")
+    await session.complete(ASK, FRESH)
+    with pytest.raises(WireError, match="may have 3 replies"):
+        await session.complete(ASK, FRESH)
