@@ -16,11 +16,12 @@ from ..messages import Conversation, Message, arguments_of
 from ..registry import register
 from ..task_env import finite
 from ..tasks import load_tasks
-from .nemo_gym_wire import conversation_of, items_of, response_of
+from .nemo_gym_wire import conversation_of, filled, items_of, response_of
 from .remote import Client, Servers, checked_timeout, get_json
 
 __all__ = ["NemoGym", "register_ids"]
 
+_ASKED = "responses_create_params"
 _STARTS = {"classic": "/seed_session", "gymnasium": "/reset"}
 
 
@@ -36,7 +37,8 @@ class NemoGym(ChatEnv):
         dataset: the rows, with `responses_create_params` and whatever else the server asks for; a .jsonl file, for one.
         protocol: "classic", "gymnasium", or "auto" to ask the server.
         split: "train" or "test"; each tenth row of a file is for "test".
-        turns: most replies of a policy before the classic protocol verifies them.
+        turns: most replies of a policy before the classic protocol verifies them. A smaller `max_episode_steps` (64)
+            would cut an episode without a verdict.
         timeout: seconds for each answer, and for waiting until a server lets us in.
         render_mode: None or "ansi".
         **tasks: the other keywords of `molt_gym.load_tasks`.
@@ -55,7 +57,7 @@ class NemoGym(ChatEnv):
             raise ConfigError(f"turns: {turns!r}; write an integer from 1 on")
         if protocol not in ("auto", *_STARTS):
             raise ConfigError(f"protocol: {protocol!r}; write 'auto', {' or '.join(map(repr, _STARTS))}")
-        self._tasks = load_tasks(dataset, split, fields=["responses_create_params"], **tasks)
+        self._tasks = load_tasks(dataset, split, fields=[_ASKED], **tasks)
         self.num_tasks = len(self._tasks)
         self._protocol = self._servers.connect(_spoken, self._timeout) if protocol == "auto" else protocol
         self._limit, self._server = turns, None
@@ -64,13 +66,13 @@ class NemoGym(ChatEnv):
     def begin(self, index: int) -> list[Message]:
         """The messages of row `index`, and what the server adds to them."""
         self.close()
-        row = self._tasks[index]
+        task = self._tasks[index]
+        asked = filled(task.get(_ASKED))
         try:
-            messages, self.tools = conversation_of(row.values["responses_create_params"])
+            messages, self.tools = conversation_of(asked)
         except ValueError as error:
-            raise row.refused("responses_create_params", "what a request to the Responses API takes", str(error)
-                              ) from error
-        self._row, self._items, self._turn, self._truncated = row.values, [], 0, False
+            raise task.refused(_ASKED, "what a request to the Responses API takes", str(error)) from error
+        self._row, self._items, self._turn, self._truncated = task.values | {_ASKED: asked}, [], 0, False
         self._server, first = self._servers.connect(self._started, self._timeout)
         self._info = first.get("info") or {}
         self._closes = self._info.get("supports_explicit_close") is True

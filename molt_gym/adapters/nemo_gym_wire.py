@@ -13,7 +13,7 @@ from ..server.memory import WireMemory
 from ..server.responses import Responses
 from ..server.responses_items import write_items
 
-__all__ = ["conversation_of", "items_of", "response_of"]
+__all__ = ["conversation_of", "filled", "items_of", "response_of"]
 
 
 def conversation_of(parameters: Any) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -26,7 +26,7 @@ def conversation_of(parameters: Any) -> tuple[list[Message], list[dict[str, Any]
     if not isinstance(parameters, dict):
         raise ValueError(f"{parameters!r:.100} is no object")
     asked = {name: parameters[name] for name in ("instructions", "input", "tools") if parameters.get(name)}
-    fields = {name: msgspec.Raw(json.dumps(_filled(value)).encode()) for name, value in asked.items()}
+    fields = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in asked.items()}
     try:
         call = Responses().parse(fields, WireMemory()).call
     except WireError as error:
@@ -51,8 +51,8 @@ def response_of(row: dict[str, Any], items: list[dict[str, Any]]) -> dict[str, A
     return row | {"response": response}
 
 
-def _filled(value: Any) -> Any:
+def filled(value: Any) -> Any:
     """Without the fields that hold null, which tables put into each row that lacks what another has."""
     if isinstance(value, dict):
-        return {name: _filled(item) for name, item in value.items() if item is not None}
-    return [_filled(item) for item in value] if isinstance(value, list) else value
+        return {name: filled(item) for name, item in value.items() if item is not None}
+    return [filled(item) for item in value] if isinstance(value, list) else value

@@ -62,9 +62,12 @@ class Actions:
         if self.parse is None:
             return Wanted({self.field: text})
         try:
-            return Wanted(self.parse(text))
+            action = self.parse(text)
         except ValueError as error:
             return Wanted(None, f"That is no legal reply: {error}.")
+        if not isinstance(action, dict):
+            raise TypeError(f"action: the function returned {action!r:.100}; return a dict, or raise ValueError")
+        return Wanted(action)
 
 
 def actions_of(schema: dict[str, Any], kind: str = "auto") -> Actions:
@@ -117,7 +120,8 @@ def describe(observation: dict[str, Any]) -> str:
     Metadata and what is empty are left out, unless there is nothing but metadata.
     """
     shown = {name: value for name, value in observation.items() if name != "metadata" and value not in _NOTHING}
-    shown = shown or observation.get("metadata") or {}
+    if not shown and isinstance(observation.get("metadata"), dict):
+        shown = observation["metadata"]
     if len(shown) == 1:
         return _words(*shown.values())
     return "\n".join(f"{name}: {_words(value)}" for name, value in shown.items())
@@ -131,7 +135,7 @@ def tool_text(observation: dict[str, Any]) -> str:
         return f"Error: {error.get('message')}" if isinstance(error, dict) else f"Error: {error}"
     result = observation.get("result")
     if isinstance(result, dict) and isinstance(result.get("content"), list):
-        texts = [part["text"] for part in result["content"] if isinstance(part, dict) and "text" in part]
+        texts = [_words(part["text"]) for part in result["content"] if isinstance(part, dict) and "text" in part]
         words = "\n".join(texts) if texts else _words(result.get("data"))
         return f"Error: {words}" if result.get("is_error") or result.get("isError") else words
     return _words(result)

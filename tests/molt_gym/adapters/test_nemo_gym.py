@@ -8,7 +8,7 @@ import pytest
 
 import molt_gym
 from molt_gym import EnvFailure
-from molt_gym.adapters.nemo_gym_wire import conversation_of
+from molt_gym.adapters.nemo_gym_wire import conversation_of, filled
 from molt_gym.conformance import check
 
 pytest.importorskip("fastapi")
@@ -92,9 +92,15 @@ def test_a_task_is_its_instructions_input_and_tools(make):
         ("developer", "Use the tool."), ("user", "Add 7.")]
     assert observation["tools"][0] == {"type": "function", "function": {
         "name": "add", "description": "Adds.", "parameters": ADD["parameters"]}} and info == {"task_index": 7}
-    asked = {"instructions": "Be brief.", "input": "Hi", "tools": None, "temperature": None}
+    asked = {"instructions": "Be brief.", "input": "Hi", "tools": None, "temperature": 0.5}
     assert conversation_of(asked) == (
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], [])
+
+
+def test_what_a_table_filled_with_null_is_left_out():
+    said = {"role": "user", "content": "Hi", "type": None}
+    asked = {"input": [said], "tools": [BREAK | {"strict": None}], "user": None}
+    assert filled(asked) == {"input": [{"role": "user", "content": "Hi"}], "tools": [BREAK]}
 
 
 def test_earlier_turns_of_a_task_are_messages():
