@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,14 @@ from molt_gym import cli
 from molt_gym.trainers.config import load_config
 from molt_gym.trainers.models import resolve_model
 
+pytestmark = pytest.mark.timeout(1800)
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run_example(name: str, folder: Path) -> str:
     done = subprocess.run([sys.executable, EXAMPLES / name], cwd=folder, env=os.environ | {"NO_COLOR": "1"},
-                          capture_output=True, text=True, timeout=400, check=False)
+                          capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,6 +99,15 @@ def test_a_student_comes_ten_times_closer_to_its_teacher_on_held_out_tasks(tmp_p
     assert before > 0.05 and after < before / 10
 
 
+def test_a_judge_grades_and_shows_how_far_it_can_be_trusted(tmp_path):
+    output = run_example("judge.py", tmp_path)
+    rewards = [re.search(r"reward (\S+) \{'reward/judged': (\S+), 'reward/names_it': 1.0", line)
+               for line in output.splitlines() if line.startswith("Better")]
+    assert len(rewards) == 4
+    assert all(float(found[1]) == pytest.approx(float(found[2].rstrip(",")) + 0.5, abs=0.01) for found in rewards)
+    assert "Tea? / Tea! tie consistent 0%" in output and "the same in both orders 50%" in output
+
+
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "distill.py", "my_env.py", "own_estimator.py", "own_tasks.py", "play_with_a_function.py", "sft.py"}
+        "distill.py", "judge.py", "my_env.py", "own_estimator.py", "own_tasks.py", "play_with_a_function.py", "sft.py"}
