@@ -12,14 +12,17 @@ as they are, and with noise of that many standard deviations on their weights, i
 
 import argparse
 import asyncio
+import multiprocessing
 import platform
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +46,8 @@ SHAPES = {
                   num_experts=64, num_experts_per_tok=8),
 }
 PROMPT = 32
+DEADLINE = 300.0
+"""Seconds for a model to be built and asked."""
 
 
 def make_models(folder: Path, shape: str, noise: float) -> tuple[dict[float, Path], Renderer]:
@@ -122,6 +127,12 @@ def differing(path: Path, rows: Sequence[TrainRow]) -> float:
     return float(np.concatenate(found).mean())
 
 
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process of its own: nemo_automodel keeps the ranks of a model that it has built."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result(DEADLINE)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -141,10 +152,12 @@ def main() -> None:
         rows = [train_row(number, *pair) for number, pair in enumerate(zip(prompts, replies, strict=True))]
         lines = []
         for level, path in paths.items():
-            elsewhere = differing(path, rows)
-            for replayed, values in measure(path, rows, options.ranks, options.ep, options.backend).items():
+            elsewhere = apart(differing, path, rows)
+            found = apart(measure, path, rows, options.ranks, options.ep, options.backend)
+            for replayed, values in found.items():
                 lines.append(f"{level:9.2f} {'yes' if replayed else 'no':>7} {values.mean():12.5f} "
                              f"{values.quantile(0.99):10.4f} {values.max():10.4f} {elsewhere:18.3%}")
+                print(lines[-1], flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"\n{device}, torch {torch.__version__}, vllm {version_of('vllm')}, {options.shape}, "
           f"{sum(len(reply.ids) for reply in replies)} tokens, {options.ranks} ranks, ep {options.ep}, backend "
