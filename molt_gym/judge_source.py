@@ -125,7 +125,10 @@ def seat(source: Source, model: str | None, calls: Calls) -> Seat:
     if _is_address(name):
         return Seat(f"judge {model} at {name}", (name, model, calls), lambda: EndpointPolicy(name, model, **options))
     if run is not None:
-        address = run()
+        try:
+            address = run()
+        except Exception as error:
+            raise EnvFailure("judge", f"{name!r}: the run cannot be asked: {type(error).__name__}: {error}") from error
         version = address.version and address.version() if name == "policy" else 0
         url, key = f"{address.url}/v1", address.key
         return Seat(f"judge {name!r} of the run", (url, key, name, calls),

@@ -137,7 +137,7 @@ class Desk:
         self._bench, self._server, self._engine = bench, server, engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
-        self._opening = asyncio.Lock()
+        self._opening, self._closed = asyncio.Lock(), False
 
     def attend(self) -> None:
         """Be there for envs that are played on the running loop."""
@@ -153,6 +153,8 @@ class Desk:
 
     async def _open(self) -> Address:
         async with self._opening:
+            if self._closed:
+                raise RuntimeError("the run is over")
             if self._session is None:
                 server = await self._server.get(self)
                 self._session = server.open(self._bench, remember=False)
@@ -162,6 +164,7 @@ class Desk:
 
     async def aclose(self) -> None:
         """Close the session and what it was answered with."""
+        self._closed = True
         if self._session is not None:
             self._session.close()
             self._session = None

