@@ -145,3 +145,20 @@ async def test_what_is_sampled_is_a_function_of_the_seed_however_long_env_steps_
     assert [trajectory.rows for trajectory in first] == [trajectory.rows for trajectory in second]
     assert [trajectory.rows for trajectory in first] != [trajectory.rows for trajectory in other]
     assert {trajectory.turns for trajectory in first} == {1, 2, 3, 4}
+
+
+async def test_requests_to_another_engine_pass_in_the_same_waves_and_each_engine_gets_its_own(make_engine):
+    ours, theirs = Watched(make_engine()), Watched(make_engine())
+    gate = WaveGate(ours)
+    beside = gate.beside(theirs)
+
+    async def game(key, first, second):
+        with gate.rollout():
+            await settle()
+            await first.generate(request(*key, 0))
+            await second.generate(request(*key, 1))
+
+    games = game((2,), beside, gate), game((0,), gate, beside), game((1,), gate, gate)
+    await asyncio.wait_for(asyncio.gather(*games), 10)
+    assert ours.waves == [[(0, 0), (1, 0)], [(1, 1), (2, 1)]]
+    assert theirs.waves == [[(2, 0)], [(0, 1)]]
