@@ -92,9 +92,14 @@ def _by_part(ended: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def rates(metrics: dict[str, float], played: Sequence[Trajectory]) -> dict[str, float]:
-    """Sampled tokens a second, and how far the step is from generation and training alone."""
+    """Sampled tokens a second, and how far the step is from generation and training alone.
+
+    The seconds are those of waiting for rollouts, or those in which engines were at work if they were more, as they are
+    where rollouts are played ahead.
+    """
     alone = metrics["time/generate"] + metrics.get("time/train", 0.0) + metrics.get("time/logprobs", 0.0)
-    found = {"perf/rollout_tokens_per_s": sampled_tokens(played) / metrics["time/rollout"]}
+    seconds = max(metrics["time/rollout"], metrics["time/generate"])
+    found = {"perf/rollout_tokens_per_s": sampled_tokens(played) / seconds}
     if alone:
         found["perf/step_over_parts"] = metrics["time/step"] / alone
     return found

@@ -4,7 +4,7 @@ import pytest
 
 from molt_gym.tokens import Failure, Row, Trajectory
 from molt_gym.trainers.rollout.pool import Batch
-from molt_gym.trainers.step_metrics import passes, rollout_metrics, sampled_tokens
+from molt_gym.trainers.step_metrics import passes, rates, rollout_metrics, sampled_tokens
 
 
 def rollout(reward, tokens=2, version=0, reason=None, **fields):
@@ -92,3 +92,10 @@ def test_a_reward_of_one_passes(reward, passed):
 
 def test_sampled_tokens_are_counted_over_all_rows():
     assert sampled_tokens(PLAYED[:3]) == 9
+
+
+@pytest.mark.parametrize(("waited", "generated"), [(4.0, 3.0), (0.001, 4.0)])
+def test_rollouts_that_were_played_ahead_do_not_make_sampling_look_fast(waited, generated):
+    found = rates({"time/rollout": waited, "time/generate": generated, "time/step": 8.0, "time/train": 2.0}, PLAYED)
+    assert found["perf/rollout_tokens_per_s"] == pytest.approx(sampled_tokens(PLAYED) / 4)
+    assert found["perf/step_over_parts"] == pytest.approx(8 / (generated + 2))
