@@ -26,6 +26,7 @@ from .checkpoint import Checkpoints, load_state, restore_generators
 from .config import Config
 from .evaluate import Evaluations
 from .failures import check_failures, fail_lost_rows
+from .handover import Handover, made_to_stay
 from .league import League
 from .progress import Progress
 from .rollout.engine import RolloutEngine
@@ -68,11 +69,10 @@ class Loop:
     """Seconds for which the last save held up the loop, until they are told."""
     _stopping: bool = False
     _warned: bool = False
-    _expected: list[float] | None = None
-    """What the parity probe is to find, where the actor has left the GPU by then."""
 
     def __post_init__(self) -> None:
-        self.kl = self._kl({})
+        self.kl = AdaptiveKl.of(self.config.algorithm.kl, {})
+        self.handover = Handover(self.sampler, self.config.rollout.release_memory)
         self.evaluations = Evaluations(self.config, self.sampler.evaluate, self.run_dir, self.progress)
         checkpoint, say = self.config.checkpoint, self.progress.message
         self.checkpoints = Checkpoints(
@@ -87,7 +87,7 @@ class Loop:
 
     async def start(self, *, resume: bool) -> bool:
         """Make the actor; whether it goes on from the newest whole checkpoint, without which the run begins anew."""
-        await self._enter_gpu(None)
+        await self.handover.to_actor(None)
         await self._to_the_end(asyncio.to_thread(self._make_actor))
         if not resume:
             return False
@@ -97,7 +97,7 @@ class Loop:
             if path:
                 await self._to_the_end(asyncio.to_thread(self.actor.load, path / "actor"))
         self.pool.load_state(state["pool"])
-        self.kl = self._kl(state)
+        self.kl = AdaptiveKl.of(self.config.algorithm.kl, state)
         restore_generators(state)
         self.step, self.exhausted = state["step"], False
         self.run_dir.cut_metrics(self.step if path else -1)
@@ -199,7 +199,7 @@ class Loop:
                 with self.watchdog.doing(f"the teacher's log-probabilities of step {self.step + 1}"):
                     metrics |= await self.teacher.score([row for window in rows for row in window])
             with self.watchdog.doing(f"training step {self.step + 1}"):
-                await self._enter_gpu(self.actor)
+                await self.handover.to_actor(self.actor)
                 metrics |= more | await asyncio.to_thread(self.actor.train, rows, self.kl.coefficient)
             metrics |= self.kl.step(metrics, sum(map(len, groups)))
         with self.watchdog.doing("the evaluation that runs, before the weights change"):
@@ -235,32 +235,11 @@ class Loop:
             return
         with self.watchdog.doing(f"sending the weights of step {self.step}"):
             try:
-                await self.engine.pause()
-                try:
-                    await self.engine.update_weights(self.actor.weights(), self.step)
-                    await self._leave_gpu()
-                finally:
-                    await self.engine.resume()
-                await self.sampler.check_parity(self.actor, self._expected)
+                await self.handover.to_engines(self.actor, self.step)
             except Exception as error:
                 # A signal to all processes ends engines too. The step can be saved without them.
                 if isinstance(error, ActorLost) or not self._stopping:
                     raise
-
-    async def _enter_gpu(self, actor: Actor | None) -> None:
-        """The GPU's memory goes to the actor, or to one that is to be made, if it takes turns with the engine."""
-        if self.config.rollout.release_memory:
-            await self.engine.pause()
-            await self.engine.release()
-            self._expected = None
-            if actor is not None:
-                await asyncio.to_thread(actor.onload)
-
-    async def _leave_gpu(self) -> None:
-        # An engine that was started again gets weights that it is known by now what they compute.
-        if self.config.rollout.release_memory and self._expected is None:
-            self._expected = await self.sampler.parity_of(self.actor)
-            await asyncio.to_thread(self.actor.offload)
 
     async def _give_up_evaluation(self) -> None:
         if self.engine.members:
@@ -284,11 +263,6 @@ class Loop:
         # A step that waits for it is given up: the one that is evaluated was saved.
         await self.evaluations.cancel()
 
-    def _kl(self, state: dict[str, Any]) -> AdaptiveKl:
-        kl = self.config.algorithm.kl
-        steered = kl.target is not None and state.get("kl_coefficient")
-        return AdaptiveKl(steered or kl.coefficient, kl.target, kl.horizon)
-
     async def _stop(self) -> None:
         await self.evaluations.cancel()
         await self.pool.close()
@@ -299,13 +273,7 @@ class Loop:
             await asyncio.to_thread(actor.close)
 
     def _make_actor(self) -> None:
-        gc.unfreeze()
-        self.actor = None
-        gc.collect()
-        self.actor = self.make_actor()
-        # What is loaded by now stays; looking through it again and again for garbage would stall everyone by 0.1 s.
-        gc.collect()
-        gc.freeze()
+        self.actor = made_to_stay(self.make_actor)
 
     async def _replace_actor(self) -> None:
         most, causes = self.config.failures.actor_restarts, "\n".join(dict.fromkeys(self.losses))

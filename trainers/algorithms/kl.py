@@ -6,12 +6,15 @@ clamped. Source of the estimators: Schulman 2020, "Approximating KL divergence".
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from .losses import aggregate, log_ratio
 from .metrics import Metrics, mean_of
+
+if TYPE_CHECKING:
+    from ..config_algorithm import KlConfig
 
 __all__ = ["AdaptiveKl", "Kind", "Reference", "kl_estimate", "kl_loss"]
 
@@ -69,6 +72,12 @@ class AdaptiveKl:
     coefficient: float
     target: float | None = None
     horizon: int = 10_000
+
+    @classmethod
+    def of(cls, options: "KlConfig", state: Mapping[str, Any]) -> "AdaptiveKl":
+        """By the options, going on from a checkpoint's `state`, or an empty one, if there is a target."""
+        steered = options.target is not None and state.get("kl_coefficient")
+        return cls(steered or options.coefficient, options.target, options.horizon)
 
     def update(self, kl: float, rollouts: int) -> float:
         """β *= 1 + clip(kl/target - 1, ±0.2)·min(n/horizon, 1) after n rollouts with this mean KL; the new β.
