@@ -218,19 +218,23 @@ values = st.recursive(st.booleans() | st.integers() | st.floats(allow_nan=False)
 tables = st.dictionaries(st.text("abc_.-é \n\"'", min_size=0, max_size=5), values, max_size=3)
 
 
-@given(env=text.filter(bool), model=st.none() | text, steps=st.integers(1, 10**12), kwargs=tables, more=tables,
-       lr=st.floats(0, 1e9, exclude_min=True), temperature=st.floats(1e-3, 10), size=st.integers(2, 64),
-       turns=st.none() | st.integers(1, 9), loss=st.sampled_from(["ppo", "reinforce"]), after=st.booleans(),
-       dynamic=st.none() | st.just([0.25, 0.75]), level=st.sampled_from(["auto", "token", "seq", "geo"]))
+trees = st.fixed_dictionaries({
+    "env": text.filter(bool), "model": st.none() | text, "steps": st.integers(1, 10**12), "env_kwargs": tables,
+    "actor": st.fixed_dictionaries({"lr": st.floats(0, 1e9, exclude_min=True)}),
+    "rollout": st.fixed_dictionaries({
+        "temperature": st.floats(1e-3, 10), "group_size": st.integers(2, 64), "template_kwargs": tables,
+        "max_turns": st.none() | st.integers(1, 9), "dynamic_filter": st.none() | st.just([0.25, 0.75])}),
+    "algorithm": st.fixed_dictionaries({
+        "loss": st.sampled_from(["ppo", "reinforce"]),
+        "importance": st.fixed_dictionaries({"level": st.sampled_from(["auto", "token", "seq", "geo"])})}),
+    "eval": st.fixed_dictionaries({"after": st.booleans(), "env_kwargs": tables}),
+})
+
+
+@given(tree=trees)
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_written_reads_back_equal(tmp_path, env, model, steps, kwargs, more, lr, temperature, size, turns, loss,
-                                          after, dynamic, level):
-    config = Config.model_validate({
-        "env": env, "model": model, "steps": steps, "env_kwargs": kwargs, "actor": {"lr": lr},
-        "rollout": {"temperature": temperature, "group_size": size, "max_turns": turns, "dynamic_filter": dynamic,
-                    "template_kwargs": more},
-        "algorithm": {"loss": loss, "importance": {"level": level}}, "eval": {"after": after, "env_kwargs": more},
-    })
+def test_what_is_written_reads_back_equal(tmp_path, tree):
+    config = Config.model_validate(tree)
     config.to_toml(tmp_path / "config.toml")
     assert load_config(file=tmp_path / "config.toml") == config
 

@@ -25,7 +25,7 @@ from ..architecture import EXPERTS, check_architecture
 from .busy_clock import BusyClock
 from .engine import Request, refusal
 from .vllm_process import HostProcess
-from .vllm_spec import Backend, HostSpec, Lora
+from .vllm_spec import Backend, HostSpec
 from .vllm_transfer import TIMEOUT, Bucket, Sender, buckets
 
 START_TIMEOUT = 900.0
@@ -43,17 +43,11 @@ class VllmEngine:
         path: folder of model and tokenizer.
         renderer: knows the stop tokens.
         dtype: of weights and cache.
-        max_context: most tokens of prompt and reply.
-        max_sequences: most sequences in the batch.
-        engine_args: further arguments of vLLM's AsyncEngineArgs; see `check_engine_args`.
         backend: how weights travel; without one, "ipc" on a GPU, where trainer and engine share it, else "gloo".
         transfer_timeout: seconds for each part of an update, such as one bucket, after which the engine is given up.
-        routed_experts: whether replies tell which experts each position went to.
-        release_memory: whether `release` gives the GPU's memory back.
-        score_temperature: under which `score` computes.
-        lora: if updates bring an adapter, by the names of peft, in the place of the weights.
         host: starts the engine's process.
         cuda: whether the engine has GPUs; without it, whether this process does.
+        **spec: further fields of `HostSpec`, such as max_context and max_sequences, which it needs.
 
     Raises:
         ConfigError: the model has layers that the trainer does not support, or a shorter context; the engine is to be
@@ -61,26 +55,22 @@ class VllmEngine:
     """
 
     def __init__(
-        self, path: str | Path, renderer: Renderer, *, dtype: torch.dtype, max_context: int, max_sequences: int,
-        engine_args: dict[str, Any] | None = None, backend: Backend | None = None,
-        transfer_timeout: float = TIMEOUT, routed_experts: bool = False, release_memory: bool = False,
-        score_temperature: float = 1.0, lora: Lora | None = None,
-        host: Callable[[HostSpec], HostProcess] = HostProcess,
-        cuda: bool | None = None,
+        self, path: str | Path, renderer: Renderer, *, dtype: torch.dtype, backend: Backend | None = None,
+        transfer_timeout: float = TIMEOUT, host: Callable[[HostSpec], HostProcess] = HostProcess,
+        cuda: bool | None = None, **spec: Any,
     ) -> None:
-        config = AutoConfig.from_pretrained(path)
-        check_architecture(config, max_context)
         cuda = torch.cuda.is_available() if cuda is None else cuda
         backend = backend or ("ipc" if cuda else "gloo")
+        self._spec = HostSpec(
+            model=str(path), dtype=str(dtype).removeprefix("torch."), stop_token_ids=tuple(renderer.stop_token_ids),
+            backend=backend, cpu=not cuda, vision=renderer.vision is not None,
+            max_pixels=renderer.vision and renderer.vision.max_pixels, **spec)
+        config = AutoConfig.from_pretrained(path)
+        check_architecture(config, self._spec.max_context)
         self._dtype, self._vocabulary = dtype, config.get_text_config().vocab_size
-        self.max_context, self.version = max_context, 0
+        self.max_context, self.version = self._spec.max_context, 0
         self._device = torch.device("cuda" if cuda and backend in ("ipc", "nccl") else "cpu")
         self._transfer_timeout = transfer_timeout
-        self._spec = HostSpec(
-            str(path), str(dtype).removeprefix("torch."), max_context, max_sequences, tuple(renderer.stop_token_ids),
-            backend, not cuda, engine_args or {}, routed_experts=routed_experts, release_memory=release_memory,
-            score_temperature=score_temperature, lora=lora, vision=renderer.vision is not None,
-            max_pixels=renderer.vision and renderer.vision.max_pixels)
         _check_options(self._spec, config)
         local = host is HostProcess
         if backend == "ipc" and self._spec.workers > 1 and local:
