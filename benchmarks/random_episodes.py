@@ -2,10 +2,11 @@
 
     python benchmarks/random_episodes.py --episodes 10000 [--only reasoning_gym CodeExec-v0] [--result NAME]
 
-The second half plays the same ids as the first, with other seeds, so what grows between them leaks. Replies are drawn
-from what a policy might say: words of the observation, numbers, tags, programs, calls of tools, noise. An episode is
-left in its middle after `--turns` replies, and abandoned after `--seconds`. Each env is made twice, played and closed.
-Envs that training gives processes of their own are played in this one, where nothing would hide what they leave.
+Every round makes each env, plays it with seeds of its own, and closes it, so what grows from round to round leaks.
+Replies are drawn from what a policy might say: words of the observation, numbers, tags, programs, calls of tools,
+noise. An episode is left in its middle after `--turns` replies, and abandoned after `--seconds`. Envs that training
+gives processes of their own are played in this one, where nothing would hide what they leave. Where there is no hub,
+HF_HUB_OFFLINE=1 makes those that need it fail at once. Nobody is asked to judge: there is no model here.
 """
 
 import argparse
@@ -33,10 +34,13 @@ import gymnasium as gym
 import molt_gym
 from molt_gym.adapters.suites import SUITES
 from molt_gym.footprint import Footprint, footprint
+from molt_gym.judge_calls import rehearsal
 from molt_gym.messages import Conversation, Message, text_of
 
 IMPORTED = ("minigrid",)
 """Packages whose import registers ids with Gymnasium."""
+SETTLES = 10.0
+"""Seconds in which what is ending has to end."""
 NOISE = ("", " ", "\x00\x1b[31m", "e\u0301 \u202eRTL \U0001f9d1\u200d\U0001f680", "<|im_end|>", "x" * 3000, "[" * 200,
          "```python\nwhile True:\n    pass\n", "-1e999 NaN", "</think>")
 
@@ -60,11 +64,12 @@ class Score:
 def ids_by_source(only: list[str] | None = None) -> dict[str, list[str]]:
     """All ids, or those of some suites or of these names, by where they are from."""
     found = defaultdict(list)
-    for suite in (None, *(name for name, suite in SUITES.items() if suite.installed)):
+    wanted = {name.partition("/")[0] for name in only or (*SUITES, *IMPORTED)}
+    for suite in (None, *(name for name, suite in SUITES.items() if suite.installed and name in wanted)):
         for env in molt_gym.list_envs(suite):
             if not env.needs and (suite or env.source not in SUITES):
                 found[suite or env.source].append(env.id)
-    for package in IMPORTED:
+    for package in wanted.intersection(IMPORTED):
         before = set(gym.registry)
         importlib.import_module(package)
         found[package] += sorted(set(gym.registry) - before)
@@ -73,10 +78,9 @@ def ids_by_source(only: list[str] | None = None) -> dict[str, list[str]]:
     return {source: ids for source, ids in chosen.items() if ids}
 
 
-def shares(by_source: dict[str, list[str]], episodes: int) -> dict[str, int]:
-    """How many episodes of each id a half has: as many of each source, and one of each id at least."""
-    return {env_id: max(1, round(episodes / 2 / len(by_source) / len(ids)))
-            for ids in by_source.values() for env_id in ids}
+def shares(by_source: dict[str, list[str]], episodes: float) -> dict[str, int]:
+    """How many episodes of each id a round has: as many of each source, and one of each id at least."""
+    return {env_id: max(1, round(episodes / len(by_source) / len(ids))) for ids in by_source.values() for env_id in ids}
 
 
 def random_reply(rng: random.Random, observation: Conversation) -> Message:
@@ -108,7 +112,7 @@ def play(env_id: str, episodes: int, first_seed: int, turns: int, seconds: float
         with deadline(seconds):
             env = molt_gym.make(env_id)
         for seed in range(first_seed, first_seed + episodes):
-            with failures_counted(env_id, score), deadline(seconds):
+            with failures_counted(env_id, score), deadline(seconds), rehearsal():
                 play_one(env, random.Random(f"{env_id}/{seed}"), seed, turns, score)
             score.episodes += 1
         with deadline(seconds):
@@ -153,9 +157,9 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def settled(least: Footprint | None = None, wait: float = 10.0) -> Footprint:
+def settled(least: Footprint | None = None) -> Footprint:
     """What there is, once what is ending has ended, for which there is some time."""
-    until = time.monotonic() + wait
+    until = time.monotonic() + SETTLES
     while True:
         now = footprint()
         if now is None:
@@ -166,20 +170,21 @@ def settled(least: Footprint | None = None, wait: float = 10.0) -> Footprint:
         time.sleep(0.1)
 
 
-def measure(by_source: dict[str, list[str]], episodes: int, turns: int, seconds: float) -> tuple[
-        dict[str, Score], list[tuple[int, Footprint]]]:
-    """Plays all; the scores by source, and what was held after each quarter with the number of episodes until then."""
+def measure(options: argparse.Namespace) -> tuple[dict[str, Score], list[tuple[int, Footprint]]]:
+    """Plays all; the scores by source, and what was held after each round with the number of episodes until then."""
     scores: dict[str, Score] = defaultdict(Score)
-    held = [(0, settled())]
-    share = shares(by_source, episodes)
-    for half in range(2):
-        ids = [(source, env_id) for source, ids in by_source.items() for env_id in ids]
-        for number, (source, env_id) in enumerate(ids):
-            play(env_id, share[env_id], half * share[env_id], turns, seconds, scores[source])
-            if number in (len(ids) // 2 - 1, len(ids) - 1):
-                played = sum(score.episodes for score in scores.values())
-                held.append((played, settled(held[-1][1])))
-                print(f"{played} episodes, {held[-1][1]}", file=sys.stderr, flush=True)
+    by_source = ids_by_source(options.only)
+    share = shares(by_source, options.episodes / options.rounds)
+    held, begin = [(0, settled())], time.monotonic()
+    for number in range(options.rounds):
+        for source, ids in by_source.items():
+            for env_id in ids:
+                first_seed = number * share[env_id]
+                play(env_id, share[env_id], first_seed, options.turns, options.seconds, scores[source])
+        held.append((sum(score.episodes for score in scores.values()), settled(held[-1][1])))
+        print(f"{held[-1][0]} episodes, {time.monotonic() - begin:.0f} s, {held[-1][1]}", file=sys.stderr, flush=True)
+        if time.monotonic() - begin > 60 * options.minutes:
+            break
     return scores, held
 
 
@@ -198,7 +203,7 @@ def report(scores: dict[str, Score], held: list[tuple[int, Footprint]], turns: i
     yield "|---:|---:|---:|---:|---:|"
     for played, now in held:
         yield f"| {played} | {now.memory:.0f} | {now.files} | {now.threads} | {now.processes} |"
-    grown = held[-1][1] - held[len(held) // 2][1]
+    grown = held[-1][1] - half(held)
     yield (f"| grown in the second half | {grown.memory:+.0f} | {grown.files:+d} | {grown.threads:+d} "
            f"| {grown.processes:+d} |")
 
@@ -218,6 +223,11 @@ def describe(words: list[str]) -> Iterator[str]:
     yield ""
 
 
+def half(held: list[tuple[int, Footprint]]) -> Footprint:
+    """What was held half-way, after the first round at least."""
+    return held[max(1, (len(held) - 1) // 2)][1]
+
+
 def reasons(failures: Counter) -> Iterator[str]:
     """Each reason with how often it came up, and in which of the ids."""
     ids = defaultdict(dict)
@@ -231,6 +241,8 @@ def main(words: list[str] | None = None) -> int:
     """Prints the tables; 1 if something is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after the round in which they are over")
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--only", nargs="+", metavar="SUITE_OR_ID")
@@ -239,13 +251,13 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     warnings.simplefilter("ignore")
     begin = time.perf_counter()
-    scores, held = measure(ids_by_source(options.only), options.episodes, options.turns, options.seconds)
+    scores, held = measure(options)
     lines = [*report(scores, held, options.turns), "", f"{time.perf_counter() - begin:.0f} s in all."]
     print("\n".join(lines))
     if options.result:
         text = ["# Random episodes, and what is left of them", "", *describe(words), *lines]
         Path(__file__).with_name("results").joinpath(f"{options.result}.md").write_text("\n".join(text) + "\n")
-    grown = held[-1][1] - held[len(held) // 2][1]
+    grown = held[-1][1] - half(held)
     return int(max(grown.files, grown.threads, grown.processes) > 0)
 
 
