@@ -126,7 +126,7 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
         from .adapters.text_env import text_spec
 
         spec = text_spec(spec)
-    if missing := [name for name in _needs(creators(spec)[0], spec) if name not in kwargs] if spec.entry_point else []:
+    if missing := [name for name in _needs(creators(spec), spec) if name not in kwargs] if spec.entry_point else []:
         raise ConfigError(f"{spec.id}: {', '.join(missing)} missing; write it as a keyword, to train as env_kwargs="
                           f"{{'{missing[0]}': ...}} or --env-kwargs.{missing[0]} VALUE")
     env = gym.make(spec, **kwargs)
@@ -186,15 +186,16 @@ def list_envs(suite: str | None = None) -> list[EnvInfo]:
         if is_ours or (inspect.isclass(creator) and issubclass(creator, TaskEnv)):
             summary = (maker.__doc__ or "").strip().partition("\n")[0]
             source = spec.namespace if spec.namespace in suites.SUITES else getattr(maker, "__module__", "")
-            found.append(EnvInfo(spec.id, summary, str(source).partition(".")[0], _needs(creator, spec)))
+            found.append(EnvInfo(spec.id, summary, str(source).partition(".")[0], _needs((creator, maker), spec)))
     classics = {spec.name: spec for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
                 if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
     found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
     return sorted((info for info in found if suite in (None, info.source)), key=lambda info: info.id)
 
 
-def _needs(creator: Any, spec: EnvSpec) -> tuple[str, ...]:
-    arguments = inspect.signature(creator).parameters.values() if inspect.isclass(creator) else ()
+def _needs(makers: tuple[Any, Any], spec: EnvSpec) -> tuple[str, ...]:
+    arguments = [argument for maker in dict.fromkeys(makers) if inspect.isclass(maker)
+                 for argument in inspect.signature(maker).parameters.values()]
     return tuple(one.name for one in arguments if one.default is one.empty and one.name not in spec.kwargs
                  and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
 

@@ -1,4 +1,4 @@
-"""Environments of verifiers as agents: `verifiers/NAME-v0` for each installed taskset.
+"""Environments of verifiers as agents: `verifiers/Taskset-v0` for any taskset, `verifiers/NAME-v0` for installed ones.
 
 Invariants: verifiers plays a whole episode and this server answers its requests, so nothing is a turn that it did not
 make; the reward is the one that it records; a trace with an error is a failure, not a reward of 0.
@@ -7,7 +7,6 @@ make; the reward is the one that it records; a trace with an error is a failure,
 import importlib.util
 import itertools
 import os
-import pkgutil
 import re
 import secrets
 import sys
@@ -105,17 +104,20 @@ class VerifiersAgent(ChatAgent):
 
 
 def register_ids() -> None:
-    """An id for each taskset that comes with verifiers or with an installed package that needs it."""
-    for name in sorted(_tasksets()):
+    """An id for any taskset, and one for each that comes in an installed package that needs verifiers."""
+    _register("verifiers/Taskset-v0")
+    for name in sorted(_installed()):
         versioned = name if re.search(r"-v\d+$", name) else f"{name}-v0"
-        register(f"verifiers/{versioned}", "molt_gym.agents:AgentEnv", max_episode_steps=TURNS, nondeterministic=True,
-                 kwargs={"agent": "molt_gym.adapters.verifiers:VerifiersAgent", "taskset": name})
+        _register(f"verifiers/{versioned}", taskset=name)
 
 
-def _tasksets() -> Iterator[str]:
-    with _verifiers():
-        from verifiers.v1 import tasksets
-    yield from (module.name for module in pkgutil.iter_modules(tasksets.__path__))
+def _register(env_id: str, **settings: Any) -> None:
+    # Nothing is known of what tasksets of others do.
+    register(env_id, "molt_gym.agents:AgentEnv", max_episode_steps=TURNS, nondeterministic=True,
+             kwargs={"agent": "molt_gym.adapters.verifiers:VerifiersAgent", **settings})
+
+
+def _installed() -> Iterator[str]:
     for distribution in distributions():
         needed = [line for line in distribution.requires or () if "extra ==" not in line]
         if any(re.match(r"verifiers\b(?!-)", line) for line in needed):
