@@ -59,7 +59,7 @@ class Calls:
     max_tokens: int = 512
     deadline: float = 120.0
     retries: int = 4
-    concurrency: int = 32
+    concurrency: int = 64
     cache: bool = True
 
     def __post_init__(self) -> None:
