@@ -212,9 +212,7 @@ def _told(observation: Any, space: Space) -> str:
 
 def _purpose(env: Any) -> str:
     """What the docstring of the game, or of its module, says first, and of actions and rewards; prose alone."""
-    inner = env.unwrapped
-    inner = getattr(inner, "env", inner)
-    kind = type(getattr(inner, "unwrapped", inner))
+    kind = type(env.unwrapped)
     text = inspect.cleandoc(vars(kind).get("__doc__") or sys.modules[kind.__module__].__doc__ or "")
     first, *rest = re.split(r"^#+ *", text, flags=re.MULTILINE)
     sections = [first, *rest[: 0 if first.strip() else 1],

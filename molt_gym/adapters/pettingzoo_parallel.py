@@ -1,5 +1,6 @@
 """The games here as environments of PettingZoo. Importing this module imports PettingZoo."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from pettingzoo import ParallelEnv
 from ..errors import ConfigError
 from ..messages import Conversation, Message
 from ..multi_agent import GameEnv
-from ..registry import make
+from ..registry import creators, find_spec, make
 from ..spaces import AssistantMessageSpace, ConversationSpace
 
 __all__ = ["GameParallelEnv"]
@@ -31,13 +32,13 @@ class GameParallelEnv(ParallelEnv[str, Conversation, Message]):
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "is_parallelizable": True}
 
     def __init__(self, env_id: str, **kwargs: Any) -> None:
-        game = make(env_id, **kwargs | {"opponent": "self"}).unwrapped
-        if not isinstance(game, GameEnv):
-            game.close()
+        creator = creators(find_spec(env_id))[0]
+        if not (inspect.isclass(creator) and issubclass(creator, GameEnv)):
             raise ConfigError(f"{env_id} has no seats; write the id of a GameEnv, such as 'TicTacToe-v0'")
-        self.game, self.render_mode = game, game.render_mode
+        self.game: GameEnv = make(env_id, **kwargs | {"opponent": "self"}).unwrapped
+        self.render_mode = self.game.render_mode
         self.metadata = {**self.metadata, "name": env_id}
-        self.possible_agents, self.agents = list(game.seats), []
+        self.possible_agents, self.agents = list(self.game.seats), []
         self.observation_spaces = {agent: ConversationSpace() for agent in self.possible_agents}
         self.action_spaces = {agent: AssistantMessageSpace() for agent in self.possible_agents}
         self._turn = ""
