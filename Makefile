@@ -4,8 +4,8 @@
 #   make train ARGS="--model tiny"         any words that `molt-gym train ENV` takes
 #   make engines                           add vLLM and Ray; then also ARGS="--engine vllm"
 #   make test                              lint and all tests, engines included, JOBS at a time; TESTS=tests/envs for some
-#   make test-slow                         train with every algorithm and 3 seeds, JOBS at a time, some 20 minutes of two
-#                                          cores; table and curves go to benchmarks/results
+#   make test-slow                         train with every algorithm, and from pictures, with 3 seeds, JOBS at a time, some
+#                                          25 minutes of two cores; tables and curves go to benchmarks/results
 #
 # On a machine with GPUs, make an environment of your own with the torch build that fits its driver and
 # `pip install -e .` instead: the lock is for CPUs.
@@ -41,6 +41,7 @@ LEARNING := runs/algorithms
 test-slow: setup sandbox
 	rm -rf $(LEARNING)
 	$(BIN)/python benchmarks/algorithms.py --jobs $(JOBS) --out $(LEARNING) --result algorithms-cpu$(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/vision.py --jobs $(JOBS) --out $(LEARNING) --result vision-cpu$(JOBS)
 	MOLT_GYM_LEARNING=$(LEARNING) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m learning
 
 lint: setup

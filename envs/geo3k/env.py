@@ -47,7 +47,7 @@ class Geo3kEnv(MathEnv):
 
     presets = {
         "": {"rollout": {"max_tokens": 256}},
-        "tiny": {"rollout": {"max_tokens": 32}},
+        "tiny": {"steps": 24, "rollout": {"max_tokens": 32}},
     }
 
     def __init__(

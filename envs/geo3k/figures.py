@@ -19,7 +19,7 @@ __all__ = ["FAMILIES", "Figure", "FigureGenerator"]
 SIZE = 256
 """Pixels of a side, but for squared paper."""
 _MARGIN, _TEXT = 48, 20
-_CELLS, _CELL = 8, 16
+_CELLS, _CELL = 4, 32
 """Squares of grid paper along a side, and pixels along one of them."""
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29))
 
@@ -161,24 +161,26 @@ def _circle(rng: random.Random, difficulty: int) -> Figure:
 
 
 def _grid(rng: random.Random, difficulty: int) -> Figure:
-    width, height = rng.sample(range(1, _CELLS), 2)
-    left, top = rng.randint(0, _CELLS - width), rng.randint(0, _CELLS - height)
-    side = _CELLS * _CELL
+    cells = _CELLS * (1 if difficulty == 1 else 2)
+    cell, side = _CELLS * _CELL // cells, _CELLS * _CELL
+    width, height = rng.sample(range(1, cells + 1), 2)
+    left, top = rng.randint(0, cells - width), rng.randint(0, cells - height)
     image = Image.new("RGB", (side, side), "white")
     draw, colour = ImageDraw.Draw(image), rng.choice(("black", "darkred", "darkgreen", "darkblue"))
     corners = left, top, left + width, top + height
-    draw.rectangle([_CELL * end - (number > 1) for number, end in enumerate(corners)], colour)
-    for place in range(0, side, _CELL):
+    draw.rectangle([cell * end - (number > 1) for number, end in enumerate(corners)], colour)
+    for place in range(0, side, cell):
         draw.line((place, 0, place, side), "silver")
         draw.line((0, place, side, place), "silver")
     area, around = width * height, 2 * (width + height)
-    asked, right, wrong = rng.choice(
-        (("How many squares wide is the rectangle?", width, height),
-         ("How many squares high is the rectangle?", height, width)) if difficulty == 1 else
-        (("How many squares does the rectangle cover?", area, around),
-         ("What is the perimeter of the rectangle, in sides of a square?", around, area)))
-    # Letters for what is not asked: demonstrations name the numbers.
-    return _shown(asked, right, wrong, f"{width} {height} at {'abcdefgh'[left]}{'abcdefgh'[top]}, {colour}", image)
+    asked, right, wrong, seen = rng.choice(
+        (("How many squares wide is the rectangle?", width, width + height, f"{width} {height}"),
+         ("How many squares high is the rectangle?", height, width + height, f"{height} {width}"))
+        if difficulty == 1 else
+        (("How many squares does the rectangle cover?", area, around, f"{width} {height}"),
+         ("What is the perimeter of the rectangle, in sides of a square?", around, area, f"{width} {height}")))
+    # Demonstrations name the numbers in `seen` in their order, so the place, which is not asked, is in letters.
+    return _shown(asked, right, wrong, f"{seen} at {'abcdefgh'[left]}{'abcdefgh'[top]}, {colour}", image)
 
 
 def _triangle(first: int, second: int) -> list[Point]:

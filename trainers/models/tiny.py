@@ -22,7 +22,7 @@ from .cache import cached_folder, is_cached
 __all__ = ["tiny_model"]
 
 _RECIPE = 2  # to be raised whenever other weights or another tokenizer come out
-_STEPS = 300
+_STEPS, _SEEING_STEPS = 300, 200
 _SAMPLE = 256  # demonstrations that stand for all in the hash
 
 Conversations = Sequence[Sequence[Message]]
@@ -37,7 +37,6 @@ def tiny_model(env_id: str, env_kwargs: Mapping[str, Any], seed: int, say: Calla
     """
     from .warm_start import BATCH
 
-    count = _STEPS * BATCH
     env = make(env_id, **env_kwargs)
     try:
         player = getattr(env.unwrapped, "agent", env.unwrapped)
@@ -46,9 +45,12 @@ def tiny_model(env_id: str, env_kwargs: Mapping[str, Any], seed: int, say: Calla
             raise ConfigError(f"model: 'tiny' learns to talk from the environment's own demonstrations, and {env_id} "
                               "has no method demonstrations(count, seed) that returns a list of conversations; add it, "
                               "or choose another model, such as 'smollm2-135m' or a local folder")
-        name = _name(env_id, env_kwargs, seed, tools, _checked(env_id, demonstrate(_SAMPLE, seed)))
+        sample = _checked(env_id, demonstrate(_SAMPLE, seed))
+        name = _name(env_id, env_kwargs, seed, tools, sample)
+        steps = _SEEING_STEPS if any(map(images_of, sample)) else _STEPS
+        count = steps * BATCH
         if not is_cached(name):
-            say(f"warm start of tiny: {_STEPS} steps on {count:,} demonstrations of {env_id}, once")
+            say(f"warm start of tiny: {steps} steps on {count:,} demonstrations of {env_id}, once")
 
         def build(folder: Path) -> None:
             _build(folder, _checked(env_id, demonstrate(count, seed)), tools, seed)
