@@ -3,8 +3,9 @@
     python scripts/count_lines.py --limit 3500
 
 The graph is read from the source, imports inside functions included, `if TYPE_CHECKING:` left out; importing a module
-imports the packages around it. A code line holds more than blanks, comments or docstrings (bare strings). Envs are
-named by strings and so are not on the path; `--from molt_gym.envs.code_exec` adds one.
+imports the packages around it. Of the functions in molt_gym/__init__.py only `train` is followed (`--verb sft` follows
+another one, `--verb all` all of them). A code line holds more than blanks, comments or docstrings (bare strings). Envs
+are named by strings and so are not on the path; `--from molt_gym.envs.code_exec` adds one.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tokenize
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,22 +53,33 @@ def find_modules(root: Path) -> dict[str, Module]:
     return modules
 
 
-def reachable(modules: dict[str, Module], starts: Sequence[str]) -> list[Module]:
-    """The modules that importing `starts` can import, themselves included, by name."""
+def reachable(modules: dict[str, Module], starts: Sequence[str], verb: str = "all") -> list[Module]:
+    """The modules that importing `starts` can import, themselves included, by name.
+
+    verb: the function of the first start that is called, of the public ones; or "all".
+    """
     found: set[str] = set()
     waiting = [parent for name in starts for parent in _with_parents(name)]
     while waiting:
         name = waiting.pop()
         if name in modules and name not in found:
             found.add(name)
-            waiting += [parent for target in imports(modules[name]) for parent in _with_parents(target)]
+            called = verb if name == starts[0] else "all"
+            waiting += [parent for target in imports(modules[name], called) for parent in _with_parents(target)]
     return [modules[name] for name in sorted(found)]
 
 
-def imports(module: Module) -> Iterator[str]:
-    """Names that a module imports: modules, and for `from a import b` also a.b, which may be one."""
+def imports(module: Module, verb: str = "all") -> Iterator[str]:
+    """Names that a module imports: modules, and for `from a import b` also a.b, which may be one.
+
+    verb: the one public function whose imports count, beside the module's own; or "all".
+    """
     package = module.name if module.is_package else module.name.rpartition(".")[0]
-    for node in _runtime_nodes(ast.parse(module.text)):
+    tree = ast.parse(module.text)
+    if verb != "all":
+        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef) or node.name.startswith("_")
+                     or node.name == verb]
+    for node in _runtime_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -103,6 +116,10 @@ def report(modules: Sequence[Module]) -> tuple[str, int]:
     total, lengths = sum(code for code, _, _ in rows), [length for _, length, _ in rows]
     table = [f"{'code':>6} {'lines':>6}  module"]
     table += [f"{code:>6,} {length:>6,}  {name}" for code, length, name in sorted(rows, reverse=True)]
+    parts: Counter[str] = Counter()
+    for code, _, name in rows:
+        parts[_part(name)] += code
+    table += [f"{code:>6,} {'':6}  in {part}" for part, code in parts.most_common()]
     table += [
         f"{total:>6,} {sum(lengths):>6,}  in {len(rows)} modules",
         f"lines a file: median {statistics.median(lengths):.0f}, most {max(lengths)}; "
@@ -112,18 +129,26 @@ def report(modules: Sequence[Module]) -> tuple[str, int]:
     return "\n".join(table), total
 
 
+def _part(name: str) -> str:
+    """The package that a module lies in, or is."""
+    parts = name.split(".")
+    return ".".join(parts[:3] if parts[1:2] in (["trainers"], ["envs"]) and len(parts) > 3 else parts[:2])\
+        if len(parts) > 2 else parts[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if the code lines are over the limit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--limit", type=int, help="most code lines; exit 1 above it")
     parser.add_argument("--from", dest="starts", action="append", default=[], metavar="MODULE", help="a further start")
+    parser.add_argument("--verb", default="train", help="function of molt_gym that is called, or all")
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help="folder of pyproject.toml")
     options = parser.parse_args(argv)
     modules = find_modules(options.root)
     for start in options.starts:
         if start not in modules:
             parser.error(f"--from {start}: no such module; write one of {', '.join(modules)}")
-    table, total = report(reachable(modules, ["molt_gym", *options.starts]))
+    table, total = report(reachable(modules, ["molt_gym", *options.starts], options.verb))
     print(table)
     if options.limit is not None and total > options.limit:
         print(f"{total:,} code lines are {total - options.limit:,} over the limit of {options.limit:,}")

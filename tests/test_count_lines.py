@@ -83,3 +83,28 @@ def test_the_path_of_this_project_holds_the_trainer_and_the_env_contract(counter
     found = names(counter, SCRIPT.parent.parent)
     assert {"molt_gym.env", "molt_gym.trainers.api", "molt_gym.trainers.config"} <= found
     assert "molt_gym.cli" not in found
+
+
+def test_of_the_functions_of_the_package_only_the_one_that_is_called_is_followed(counter, project):
+    root = project({
+        "molt_gym/__init__.py": "def train():\n    from .trainers import api\n\n"
+                                "def sft():\n    from .trainers import sft\n\ndef _both():\n    from . import env\n",
+        "trainers/api.py": "", "trainers/sft.py": "", "molt_gym/env.py": "",
+    })  # fmt: skip
+
+    def found(verb):
+        return {module.name.rpartition(".")[2] for module in counter.reachable(
+            counter.find_modules(root), ["molt_gym"], verb)} - {"molt_gym", "trainers"}
+
+    assert found("train") == {"api", "env"} and found("sft") == {"sft", "env"} and found("all") == {"api", "sft", "env"}
+
+
+def test_lines_are_summed_by_package(counter, project, capsys):
+    root = project({
+        "molt_gym/__init__.py": "def train():\n    from .trainers.actor import head\n    from . import env\n",
+        "trainers/__init__.py": "from . import api\n", "trainers/api.py": "a = 4\n", "molt_gym/env.py": "z = 3\n",
+        "trainers/actor/__init__.py": "", "trainers/actor/head.py": "x = 1\ny = 2\n",
+    })  # fmt: skip
+    assert counter.main(["--root", str(root)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4 in molt_gym 2 in molt_gym.trainers.actor 2 in molt_gym.trainers 8" in shown
