@@ -116,10 +116,10 @@ def report(modules: Sequence[Module]) -> tuple[str, int]:
     total, lengths = sum(code for code, _, _ in rows), [length for _, length, _ in rows]
     table = [f"{'code':>6} {'lines':>6}  module"]
     table += [f"{code:>6,} {length:>6,}  {name}" for code, length, name in sorted(rows, reverse=True)]
-    parts: Counter[str] = Counter()
-    for code, _, name in rows:
-        parts[_part(name)] += code
-    table += [f"{code:>6,} {'':6}  in {part}" for part, code in parts.most_common()]
+    packages: Counter[str] = Counter()
+    for (code, _, name), module in zip(rows, modules, strict=True):
+        packages[name if module.is_package else name.rpartition(".")[0]] += code
+    table += [f"{code:>6,} {'':6}  in {package}" for package, code in packages.most_common()]
     table += [
         f"{total:>6,} {sum(lengths):>6,}  in {len(rows)} modules",
         f"lines a file: median {statistics.median(lengths):.0f}, most {max(lengths)}; "
@@ -127,13 +127,6 @@ def report(modules: Sequence[Module]) -> tuple[str, int]:
         f"95th percentile {functions[int(0.95 * (len(functions) - 1))]}, most {functions[-1]}",
     ]
     return "\n".join(table), total
-
-
-def _part(name: str) -> str:
-    """The package that a module lies in, or is."""
-    parts = name.split(".")
-    return ".".join(parts[:3] if parts[1:2] in (["trainers"], ["envs"]) and len(parts) > 3 else parts[:2])\
-        if len(parts) > 2 else parts[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
