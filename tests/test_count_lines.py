@@ -107,4 +107,4 @@ def test_lines_are_summed_by_package(counter, project, capsys):
     })  # fmt: skip
     assert counter.main(["--root", str(root)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "4 in molt_gym 2 in molt_gym.trainers.actor 2 in molt_gym.trainers 8" in shown
+    assert "4 in molt_gym 2 in molt_gym.trainers 2 in molt_gym.trainers.actor 8" in shown
