@@ -78,6 +78,10 @@ class TaskEnv(gym.Env[Conversation, Message], ABC):
         self._index = -1
         self._over = True
 
+    def leave(self) -> None:
+        """Frees what an episode holds of others, such as a session on a server; training calls it after each episode,
+        which it may have left before its end. Nothing unless an env says otherwise."""
+
     @property
     def messages(self) -> list[Message]:
         """A copy of the conversation so far; within `answer` its last message is the one to answer."""

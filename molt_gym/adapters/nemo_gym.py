@@ -97,8 +97,13 @@ class NemoGym(ChatEnv):
         cut = bool(terminated and self._truncated)
         return observation, reward, terminated and not cut, truncated or cut, info
 
+    def leave(self) -> None:
+        """Ends the session on the server."""
+        self.close()
+
     def close(self) -> None:
-        """Ends the session on the server, if it can be ended."""
+        """Ends the session on the server, if it can be ended, and with it the episode."""
+        self._over = True
         server, self._server = self._server, None
         if server is not None:
             with suppress(EnvFailure):

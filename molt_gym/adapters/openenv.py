@@ -105,8 +105,13 @@ class OpenEnv(ChatEnv):
             self.close()
         return Turn([] if over else messages, reward, over, {"illegal": not legal})
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Ends the session on the server."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the session on the server, and with it the episode."""
+        self._over = True
         session, self._session = self._session, None
         if session is not None:
             session.close()

@@ -55,6 +55,12 @@ def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool,
     return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), plain(info) | seats
 
 
+def leave(env: gym.Env) -> None:
+    """Free what an episode holds, whether or not it came to its end."""
+    if isinstance(env.unwrapped, TaskEnv):
+        env.unwrapped.leave()
+
+
 def turn_limit(env: gym.Env) -> int | None:
     """The cap on turns that the env was made with."""
     return env.spec.max_episode_steps if env.spec else None

@@ -13,7 +13,7 @@ import gymnasium as gym
 
 from molt_gym.threads import Worker
 
-from .env_calls import storable
+from .env_calls import leave, storable
 from .env_process import CLOSE_TIMEOUT, EnvProcess
 
 T = TypeVar("T")
@@ -80,6 +80,10 @@ class EnvWorker:
                 raise
             raise carried from error
 
+    def leave(self) -> None:
+        """Free what the last episode holds, before the next call; does not wait."""
+        self._worker.submit(lambda: self._run(leave, None))
+
     def retire(self) -> "concurrent.futures.Future[None]":
         """Close the env once its thread is free; does not wait."""
         self.usable = False
@@ -107,6 +111,7 @@ class EnvPool:
     def give_back(self, worker: EnvWorker) -> None:
         """Return a worker; one that is not usable is retired."""
         if worker.usable:
+            worker.leave()
             self._free.append(worker)
         else:
             worker.retire()

@@ -47,10 +47,15 @@ class GuessEnv(Environment):
     """A number from 0 to 9, five guesses."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
+    open = 0
 
     def __init__(self):
         super().__init__(rubric=Closeness())
         self.tries = 0
+        GuessEnv.open += 1
+
+    def close(self):
+        GuessEnv.open -= 1
 
     def reset(self, seed=None, episode_id=None, bonus=0):
         self.secret, self.tries = (seed + bonus) * 7 % 10, 0
@@ -151,6 +156,7 @@ def main(port, sessions="64", ping="20"):
     for path, env, action, seen in [("guess", GuessEnv, Guess, Heard), ("walk", WalkEnv, Move, Place),
                                     ("sum", SumEnv, CallToolAction, CallToolObservation)]:
         app.mount(f"/{path}", create_app(env, action, seen, env_name=path, max_concurrent_envs=int(sessions)))
+    app.get("/open")(lambda: {"guess": GuessEnv.open})
     uvicorn.run(app, port=int(port), log_level="error", ws_ping_interval=float(ping), ws_ping_timeout=float(ping))
 
 

@@ -5,7 +5,7 @@ import time
 import gymnasium as gym
 import pytest
 
-from molt_gym import Turn
+from molt_gym import ChatEnv, Turn
 from molt_gym.trainers.rollout.env_calls import choose_task
 from molt_gym.trainers.rollout.env_worker import DeadlinePassed, EnvPool, EnvWorker
 
@@ -35,6 +35,30 @@ async def test_an_env_lives_in_one_thread_which_is_not_the_loops():
     worker.retire()
     await until(lambda: len(threads) == 5)
     assert len(set(threads)) == 1 and threads[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+async def test_an_env_that_is_given_back_frees_what_its_episode_holds(own_process):
+    class Holding(ChatEnv):
+        held, left = False, 0
+
+        def begin(self, index):
+            self.held = True
+            return [{"role": "user", "content": "hi"}]
+
+        def answer(self, message):
+            return Turn()
+
+        def leave(self):
+            self.held, self.left = False, self.left + 1
+
+    pool = EnvPool(Holding, own_process=own_process)
+    worker = pool.take()
+    await worker.call(lambda env: env.reset(seed=0) and None, 60)
+    assert await worker.call(lambda env: env.held, 60)
+    pool.give_back(worker)
+    assert pool.take() is worker and await worker.call(lambda env: (env.held, env.left), 60) == (False, 1)
+    worker.retire()
 
 
 async def test_a_slow_env_does_not_hold_up_the_loop_or_another_env(scripted):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ def remote(request: pytest.FixtureRequest, serve: Callable, tmp_path_factory: py
     return server, "nemo_gym/Remote-v0", {"url": f"{server.url}/{request.param}", "dataset": str(rows)}
 
 
+def sessions_of(server: Any) -> int:
+    with urllib.request.urlopen(f"{server.url}/open", timeout=30) as answer:
+        return json.load(answer)["guess"]
+
+
 async def test_a_rollout_whose_server_is_killed_is_counted_and_played_again(remote: Any) -> None:
     server, env_id, kwargs = remote
     deaths = iter([True])
@@ -43,10 +49,14 @@ async def test_a_rollout_whose_server_is_killed_is_counted_and_played_again(remo
         return "1"
 
     policy = as_policy(answer)
-    runner = Runner(env_id, lambda: molt_gym.make(env_id, **kwargs), lambda ticket, attempt: PolicySeat(policy),
-                    Limits(generate_timeout=150.0))
+    runner = Runner(env_id, lambda: molt_gym.make(env_id, max_episode_steps=2, **kwargs),
+                    lambda ticket, attempt: PolicySeat(policy), Limits(generate_timeout=150.0))
     ticket = Ticket(index=3, group=0, rollout=0, seed=7, step=1)
     first, second = [await asyncio.wait_for(runner.play(ticket), 300) for _ in range(2)]
+    async with asyncio.timeout(30):
+        # Both were cut short, and their env waits for the next one.
+        while sessions_of(server):
+            await asyncio.sleep(0.05)
     await runner.aclose()
     # Where a session is more than a connection, a server that is back already says that it does not know it.
     assert sum(runner.retried.values()) == 1 and set(runner.retried) <= {"server_gone", "server_error"}
