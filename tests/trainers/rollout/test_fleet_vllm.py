@@ -54,7 +54,7 @@ def test_asynchronous_training_goes_on_when_an_engine_is_killed(train, wide_path
         killing.result()
     steps = [line for line in result.metrics if "time/step" in line]
     assert [line["step"] for line in steps] == list(range(1, 11))
-    assert sum(line["rollout/engine_restarts"] for line in steps) == 1
+    assert sum(line["rollout/engine_restarts"] for line in steps) >= 1
     assert not any("failed" in name for line in steps for name in line)
     assert all(line["rollout/count"] == 8 for line in steps)
     # The first test of this module, as the others have engines of their own.
