@@ -8,7 +8,8 @@
 #                                          25 minutes of two cores; tables and curves go to benchmarks/results
 #
 # On a machine with GPUs, make an environment of your own with the torch build that fits its driver and
-# `pip install -e .` instead: the lock is for CPUs.
+# `pip install -e .` instead: the lock is for CPUs. slurm/gpu.lock has what was tried with CUDA 13.0.
+# Tests of slurm/launch.sh need slurm-wlm and munge, and are left out where these are not installed.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
