@@ -105,20 +105,13 @@ class NemoGym(ChatEnv):
         """Ends the session on the server, if it can be ended, and with it the episode."""
         self._over = True
         server, self._server = self._server, None
-        if server is not None:
+        if server is not None and self._closes:
             with suppress(EnvFailure):
-                if self._closes:
-                    server.ask("/close", self._timeout, {})
-            with suppress(EnvFailure):
-                server.close()
+                server.ask("/close", self._timeout, {})
 
     def _started(self, url: str, seconds: float) -> tuple[Client, dict[str, Any]]:
         server = Client(url)
-        try:
-            return server, server.ask(_STARTS[self._protocol], seconds, self._row)
-        except EnvFailure:
-            server.close()
-            raise
+        return server, server.ask(_STARTS[self._protocol], seconds, self._row)
 
     def _stepped(self, message: Message) -> Turn:
         """A turn of the gymnasium protocol."""

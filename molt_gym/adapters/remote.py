@@ -27,6 +27,7 @@ BUSY, GONE, LATE = "capacity", "server_gone", "timeout"
 """Reasons of failures: no session is free, no connection (any more), no answer in time."""
 _BETWEEN = {502: GONE, 503: BUSY, 504: LATE}
 _GRACE = 5.0
+_UNLIMITED = aiohttp.ClientTimeout(total=None)
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
@@ -99,7 +100,7 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._client: aiohttp.ClientSession | None = None
+        self._cookies: aiohttp.CookieJar | None = None
 
     def request(self, path: str, seconds: float, data: Any = None, method: str = "POST") -> tuple[int, str]:
         """Status and text of an answer.
@@ -125,21 +126,18 @@ class Client:
             raise EnvFailure("server_error", f"{self.url}{path}: HTTP {status}: {text:.1000}")
         return found
 
-    def close(self) -> None:
-        """Forgets the cookies, and closes the connections."""
-        client, self._client = self._client, None
-        if client is not None:
-            wait_for(client.close(), _GRACE, self.url)
-
     async def _request(self, path: str, data: Any, method: str) -> tuple[int, str]:
-        if self._client is None:
-            # Servers are as often known by a number as by a name; and one that closes an idle connection just as it is
-            # used again would fail a request that cannot be repeated.
-            self._client = aiohttp.ClientSession(
-                cookie_jar=aiohttp.CookieJar(unsafe=True), connector=aiohttp.TCPConnector(force_close=True))
+        if self._cookies is None:
+            # Servers are as often known by a number as by a name.
+            self._cookies = aiohttp.CookieJar(unsafe=True)
         body = None if data is None else to_json(data).encode()
-        async with self._client.request(method, f"{self.url}{path}", data=body, allow_redirects=False,
-                                        headers={"Content-Type": "application/json"}) as response:
+        # A connection for each: a server that closes an idle one just as it is used again would fail a request that
+        # cannot be repeated.
+        async with (
+            aiohttp.ClientSession(cookie_jar=self._cookies, timeout=_UNLIMITED) as client,
+            client.request(method, f"{self.url}{path}", data=body, allow_redirects=False,
+                           headers={"Content-Type": "application/json"}) as response,
+        ):
             return response.status, (await response.read()).decode("utf-8", "replace")
 
 
@@ -152,11 +150,7 @@ def get_json(url: str, seconds: float, *, post: dict[str, Any] | None = None) ->
     Raises:
         EnvFailure: as of `Client.ask`.
     """
-    client = Client(url)
-    try:
-        status, text = client.request("", seconds, post, "GET" if post is None else "POST")
-    finally:
-        client.close()
+    status, text = Client(url).request("", seconds, post, "GET" if post is None else "POST")
     found = _decoded(text) if status < 300 else None
     if found is None and status not in (404, 405, 501):
         raise EnvFailure("server_error", f"{url}: HTTP {status}: {text:.1000}")

@@ -189,9 +189,8 @@ def test_concurrent_sessions_do_not_mix(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["count", "guess"])
-def test_a_server_that_is_killed_fails_the_episode_and_serves_again_when_it_is_back(server, make, path):
-    env = make(path, timeout=5)
+def test_a_server_that_is_killed_fails_the_episode_and_serves_again_when_it_is_back(server, make):
+    env = make("guess", timeout=5)
     env.reset(options={"index": 3})
     server.kill()
     with pytest.raises(EnvFailure) as failure:
