@@ -10,7 +10,6 @@ import hashlib
 import logging
 import resource
 import secrets
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,11 @@ from aiohttp import web
 from .anthropic_messages import AnthropicMessages
 from .chat_completions import ChatCompletions
 from .errors import CODE_HEADER, WireError
-from .exchange import Completion, Event, Parsed, Respondent, Wire
+from .exchange import Respondent, Wire
 from .json import decode_fields, encode
-from .memory import WireMemory
 from .responses import Responses
 from .session import Identity, Session
+from .streaming import headers_of, stream
 
 if TYPE_CHECKING:
     from .admin import Admin
@@ -34,8 +33,6 @@ MAX_BODY = 32 * 2**20
 """Bytes of the largest request body by default."""
 BODY_TIMEOUT = 60.0
 """Seconds that a body may take to arrive."""
-KEEP_ALIVE = 10.0
-"""Seconds after which a stream that waits for its reply is told that it is alive, again and again."""
 OPEN_FILES = 65_536
 """How many open files the process is allowed by itself, if the system lets it."""
 SHUTDOWN_TIMEOUT = 2.0
@@ -220,38 +217,9 @@ class LoopbackServer:
         parsed = wire.parse(decode_fields(body), memory)
         work = session.complete(parsed.call, identity)
         if parsed.stream:
-            return await self._stream(request, wire, memory, parsed, work)
+            return await stream(request, wire, memory, parsed, work)
         completion = await work
-        return _json(wire.reply(parsed, completion, memory), _headers(completion))
-
-    async def _stream(
-        self, request: web.BaseRequest, wire: Wire, memory: WireMemory, parsed: Parsed, work: Awaitable[Completion]
-    ) -> web.StreamResponse:
-        task = asyncio.ensure_future(work)
-        response: web.StreamResponse | None = None
-        try:
-            while not (await asyncio.wait([task], timeout=KEEP_ALIVE))[0]:
-                response = response or await _begin_stream(request, {})
-                await response.write(b": the policy is at it\n\n")
-            try:
-                completion = task.result()
-            except WireError as error:
-                if response is None:
-                    raise
-                await response.write(b"".join(map(_sse, wire.error_events(error))))
-            else:
-                events = b"".join(map(_sse, wire.events(parsed, completion, memory)))
-                headers = _headers(completion)
-                if response is None:
-                    response = await _begin_stream(request, headers)
-                else:
-                    # Headers cannot follow what has begun; comments tell as much.
-                    events = b"".join(f": {name}: {value}\n\n".encode() for name, value in headers.items()) + events
-                await response.write(events)
-        finally:
-            task.cancel()
-        await response.write_eof()
-        return response
+        return _json(wire.reply(parsed, completion, memory), headers_of(completion))
 
     def _models(self, name: str, anthropic: bool) -> dict[str, Any]:
         if name not in ("", self._model):
@@ -286,11 +254,6 @@ def _attempt(request: web.BaseRequest) -> int | None:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _headers(completion: Completion) -> dict[str, str]:
-    names = {name for reply in completion.replies for name in reply.ignored}
-    return {"x-molt-gym-ignored": ", ".join(sorted(names))} if names else {}
-
-
 def _json(value: Any, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
     return web.Response(body=encode(value), status=status, headers=headers, content_type="application/json")
 
@@ -298,19 +261,6 @@ def _json(value: Any, headers: dict[str, str] | None = None, status: int = 200) 
 def _error(wire: Wire, error: WireError) -> web.Response:
     headers = {"x-should-retry": "true" if error.retry else "false"} | ({CODE_HEADER: error.code} if error.code else {})
     return _json(wire.error(error), headers, error.status)
-
-
-async def _begin_stream(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=kind | headers)
-    await response.prepare(request)
-    return response
-
-
-def _sse(event: Event) -> bytes:
-    name, data = event
-    text = data.encode() if isinstance(data, str) else encode(data)
-    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % text
 
 
 def _no_such_route(method: str, path: str) -> WireError:

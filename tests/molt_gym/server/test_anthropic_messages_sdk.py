@@ -227,7 +227,7 @@ async def test_an_engine_that_fails_while_a_stream_is_open_ends_it_with_an_error
             await asyncio.sleep(0.2)
             raise RuntimeError("down")
 
-    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.05)
+    monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.05)
     with pytest.raises(anthropic.APIStatusError, match="down") as caught:
         async for _ in await ask(client_of(Failing({})), stream=True):
             pass

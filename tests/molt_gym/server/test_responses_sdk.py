@@ -261,7 +261,7 @@ class TestErrors:
                 await client.responses.create(model="policy", input="Hi", previous_response_id="resp_x")
 
     async def test_a_failure_after_the_stream_began_raises_in_the_sdk(self, client_of, monkeypatch):
-        monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01)
+        monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.01)
 
         class Slow(Script):
             async def answer(self, call):

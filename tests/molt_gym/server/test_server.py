@@ -106,7 +106,7 @@ async def test_a_mistake_of_the_server_has_the_shape_of_the_wire(agent_of, engin
     monkeypatch.undo()
     await agent.ask(name, OK)
     monkeypatch.setattr(wire, "events", wrong)
-    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01)
+    monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.01)
     engine.seconds = 0.05
     with pytest.raises(Exception, match="(?i)peer closed|incomplete|connection"):
         async for _ in await agent.ask(name, OK | {"content": "he"}, stream=True):

@@ -127,8 +127,8 @@ async def test_an_engine_that_has_ended_is_not_asked_again(agent_of, engine, nam
 
 @every_wire
 async def test_a_slow_reply_is_waited_for_and_generated_once(agent_of, engine, wire, name, monkeypatch):
-    for limit in ("KEEP_ALIVE", "BODY_TIMEOUT", "SHUTDOWN_TIMEOUT"):
-        monkeypatch.setattr(f"molt_gym.server.server.{limit}", 0.1)
+    for limit in ("streaming.KEEP_ALIVE", "server.BODY_TIMEOUT", "server.SHUTDOWN_TIMEOUT"):
+        monkeypatch.setattr(f"molt_gym.server.{limit}", 0.1)
     agent, engine.seconds = agent_of(max_retries=2), 0.3
     assert wire.text_of(await agent.ask(name, OK)) == "hello"
     assert (len(engine.received), engine.aborted, agent.session.turns) == (1, 0, 1)
@@ -147,7 +147,7 @@ async def test_a_deadline_is_not_tried_again(agent_of, engine, server, name):
 @every_wire
 @pytest.mark.parametrize("stream", [None, "not begun", "begun"])
 async def test_a_client_that_goes_away_aborts_its_generation(agent, engine, server, wire, name, stream, monkeypatch):
-    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01 if stream == "begun" else 10.0)
+    monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.01 if stream == "begun" else 10.0)
     engine.seconds = 30.0
     body = json.dumps(BODIES[name] | {"stream": stream is not None}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))

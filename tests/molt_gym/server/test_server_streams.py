@@ -143,7 +143,7 @@ async def test_the_turn_is_recorded_before_the_client_sees_the_last_event(agent_
 
 @every_wire
 async def test_a_stream_is_told_that_it_is_alive_while_the_engine_works(agent, engine, wire, name, monkeypatch):
-    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.02)
+    monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.02)
     engine.seconds = 0.15
     body = {"model": "m", "messages": [OK], "input": [OK], "max_tokens": 64, "stream": True}
     async with aiohttp.ClientSession(headers={"x-api-key": agent.session.key}) as client:
@@ -157,7 +157,7 @@ async def test_a_stream_is_told_that_it_is_alive_while_the_engine_works(agent, e
 
 
 async def test_a_stream_that_was_kept_alive_names_what_the_run_overrides_in_a_comment(agent, engine, wire, monkeypatch):
-    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.02)
+    monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.02)
     engine.seconds = 0.1
     body = {"model": "m", "messages": [OK], "temperature": 0.25, "stream": True}
     async with aiohttp.ClientSession(headers={"x-api-key": agent.session.key}) as client:
@@ -167,7 +167,7 @@ async def test_a_stream_that_was_kept_alive_names_what_the_run_overrides_in_a_co
 
 @every_wire
 async def test_a_failure_after_the_stream_began_reaches_the_sdk_as_an_error(agent, engine, wire, name, monkeypatch):
-    monkeypatch.setattr("molt_gym.server.server.KEEP_ALIVE", 0.01)
+    monkeypatch.setattr("molt_gym.server.streaming.KEEP_ALIVE", 0.01)
     engine.script, engine.seconds = [RuntimeError("down")], 0.05
     with pytest.raises((openai.APIError, anthropic.APIError), match="down"):
         async for _ in await agent.ask(name, OK, stream=True):
