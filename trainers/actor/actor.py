@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -10,11 +11,26 @@ import torch
 from molt_gym.errors import RunFailed
 from molt_gym.images import ImageSpan
 
+from ..config import Config
 from .packing import AnyRow
 
 
 class ActorLost(RunFailed):
     """A rank died, or left the others in the middle of a call: the actor is gone, but not its checkpoints."""
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """What a rank needs: the model folder, the run's options, its compute dtype, and how many updates are planned.
+
+    reference: folder of the frozen model that a KL or a teacher needs; without it, `path`.
+    """
+
+    path: str
+    config: Config
+    dtype: torch.dtype
+    total_updates: int
+    reference: str | None = None
 
 
 class Actor(Protocol):

@@ -8,7 +8,6 @@ changes nothing and is counted; a reference model or a critic is there only if i
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from ..algorithms.importance import importance_coefficients, score_centering
 from ..algorithms.kl import kl_loss
 from ..algorithms.losses import LossOptions, aggregate, policy_loss, value_loss
 from ..algorithms.metrics import Metrics, add, mean_of, means
-from ..config import Config
+from .actor import ActorSpec
 from .admission import admitted
 from .dealing import Dealer
 from .flops import peak_operations, rates
@@ -40,20 +39,6 @@ from .trained import Trained
 
 Tell = Callable[[MicroBatch], Tensor]
 """Something of each trained token, [N]."""
-
-
-@dataclass(frozen=True)
-class ActorSpec:
-    """What a rank needs: the model folder, the run's options, its compute dtype, and how many updates are planned.
-
-    reference: folder of the frozen model that a KL or a teacher needs; without it, `path`.
-    """
-
-    path: str
-    config: Config
-    dtype: torch.dtype
-    total_updates: int
-    reference: str | None = None
 
 
 class FsdpActor:

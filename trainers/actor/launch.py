@@ -26,9 +26,9 @@ from molt_gym.errors import RunFailed
 from molt_gym.images import ImageSpan
 
 from ..models.quiet import quiet_libraries
-from .actor import ActorLost
+from .actor import ActorLost, ActorSpec
 from .admission import admitted
-from .fsdp_actor import ActorSpec, FsdpActor
+from .fsdp_actor import FsdpActor
 from .packing import TrainRow
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -14,7 +14,7 @@ from ..config import Config
 from ..session import Sampler, with_dtypes
 
 if TYPE_CHECKING:
-    from ..actor.fsdp_actor import ActorSpec
+    from ..actor.actor import ActorSpec
 
 
 class Placement(Protocol):

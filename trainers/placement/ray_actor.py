@@ -21,8 +21,7 @@ from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.images import ImageSpan
 from molt_gym.threads import call_in_thread
 
-from ..actor.actor import ActorLost
-from ..actor.fsdp_actor import ActorSpec
+from ..actor.actor import ActorLost, ActorSpec
 from ..actor.launch import COLLECTIVE_TIMEOUT, LAST_WORDS
 from ..actor.packing import AnyRow
 from ..rollout.vllm_spec import Backend

@@ -12,8 +12,8 @@ from typing import Any
 
 from molt_gym.tokens import Renderer, Trajectory
 
+from ..actor.actor import ActorSpec
 from ..actor.admission import describe
-from ..actor.fsdp_actor import ActorSpec
 from ..config import Config
 from ..rollout.env_maker import EnvMaker
 from ..rollout.fleet import EngineFleet

@@ -23,7 +23,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Row
 
-from ..actor.fsdp_actor import ActorSpec, FsdpActor
+from ..actor.actor import ActorSpec
+from ..actor.fsdp_actor import FsdpActor
 from ..actor.launch import join_group
 from ..actor.packing import AnyRow, RemoteRow
 from ..models.quiet import quiet_libraries

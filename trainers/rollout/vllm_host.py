@@ -31,10 +31,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Sampling
-from molt_gym.tokens.generation import TOP
 from molt_gym.tokens.vision import Vision
 
 from .vllm_lifetime import end_with_parent
+from .vllm_reply import generation_of
 from .vllm_spec import ADAPTER, HostSpec, engine_arguments
 
 PARENT_CHECK = 1.0
@@ -101,21 +101,8 @@ class VllmHost:
         if self._spans:
             starts = [(0 if span.version == "default" else int(span.version), span.start)
                       for span in output.weight_versions or ()] or starts
-        sampled = list(output.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(sampled, output.logprobs or (), strict=True)]
-        ends = [start for _, start in starts[1:]] + [len(sampled)]
-        versions = [version for (version, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
-        reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
         routed = output.routed_experts if taking is None else await taking
-        if routed is not None:
-            # The last id was not processed, unless it was before it was known to be the last.
-            routed = routed[: len(ids) + len(sampled) - 1].astype(np.int16)
-        top = None
-        if most := min(sampling.top_logprobs, self._vocabulary):
-            # The sampled token is among them, or beside them with the rank that it has.
-            ranked = (sorted(entry.items(), key=lambda item: item[1].rank)[:most] for entry in output.logprobs or ())
-            top = np.array([[(token, found.logprob) for token, found in entry] for entry in ranked], TOP)
-        return Generation(sampled, logprobs, versions, reason, routed, top)
+        return generation_of(output, starts, len(ids), routed, min(sampling.top_logprobs, self._vocabulary))
 
     async def _prompt(self, ids: list[int], images: Sequence[ImageSpan]) -> Any:
         if not images:
