@@ -15,6 +15,8 @@ from .demonstrations import demonstrations
 
 __all__ = ["ConnectFour", "TicTacToe"]
 
+PRESETS = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}, "tiny": {"rollout": {"max_tokens": 8}}}
+
 
 @cache
 def lines(rows: int, columns: int, length: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -32,6 +34,7 @@ class BoardGame(GameEnv):
     """What the two have in common: a board as a string of X, O and dots, and moves numbered from 1 on."""
 
     seats = ("X", "O")
+    presets = PRESETS
     rows = columns = length = 0
 
     def begin(self, index: int) -> None:
@@ -103,13 +106,12 @@ class TicTacToe(BoardGame):
     A reply is the number of a free cell, from 1 to 9; arguments are those of `molt_gym.GameEnv`.
     """
 
-    presets = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}}
     rows = columns = length = 3
 
     def rules(self, seat: str) -> str:
         """What to do, in a few words."""
-        return (f"You play {seat} in tic-tac-toe. Three in a row, column or diagonal win. Lines that only one has marks "
-                "in are listed: the marks, then the free cells. Reply with the number of a free cell.")
+        return (f"You play {seat} in tic-tac-toe. Three in a row, column or diagonal win. Lines that only one has "
+                "marks in are listed: the marks, then the free cells. Reply with the number of a free cell.")
 
     def view(self, seat: str) -> str:
         """The board, on which free cells have their numbers, and the lines in which one has marks and can still win."""
@@ -141,7 +143,6 @@ class ConnectFour(BoardGame):
     A reply is the number of a column that is not full, from 1 to 7; arguments are those of `molt_gym.GameEnv`.
     """
 
-    presets = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}}
     rows, columns, length = 6, 7, 4
 
     def rules(self, seat: str) -> str:

@@ -40,7 +40,7 @@ class Negotiation(GameEnv):
     """
 
     seats = ("A", "B")
-    presets = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}}
+    presets = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}, "tiny": {"rollout": {"max_tokens": 24}}}
 
     def __init__(self, *, turns: int = 4, **options: Any) -> None:
         super().__init__(**options)
