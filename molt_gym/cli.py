@@ -93,6 +93,7 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> int:
 
     end = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
     data, overrides = rest[:end], parse_cli(rest[end:], SftConfig)
+    data += [overrides.pop("data")] if "data" in overrides else []
     overrides |= {name: value for name in ("epochs", "steps", "seed") if (value := getattr(options, name)) is not None}
     out = options.out if options.resume is None else run_to_resume(options.resume, "sft", options.out)
     molt_gym.sft((data[0] if len(data) == 1 else data) or None, options.model, out=out, config=options.config,

@@ -254,3 +254,5 @@ def test_the_command_trains_resumes_and_leaves_a_whole_folder(
     capsys.readouterr()
     assert main(["sft", str(data), "--model", str(tiny_path), "--batch", "4"]) == 2
     assert "batch (from the command line): unknown option; nearest: batch_size" in capsys.readouterr().err
+    assert main(["sft", "--data", "none.jsonl", "--model", str(tiny_path)]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
