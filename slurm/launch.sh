@@ -76,12 +76,14 @@ start_ray() {
     RAY_ADDRESS=$(hostname -I | cut -d' ' -f1):$first
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export RAY_ADDRESS RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+    # srun does not take this over from sbatch, and would give Ray one CPU.
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
     # shellcheck disable=SC2016
     {
         srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
             if [[ $SLURM_NODEID = 0 ]]; then
-                exec "$@" --head --port="${RAY_ADDRESS#*:}" --ray-client-server-port="$((${RAY_ADDRESS#*:} + 1))" \
-                    --include-dashboard=false
+                exec "$@" --head --node-ip-address="${RAY_ADDRESS%:*}" --port="${RAY_ADDRESS#*:}" \
+                    --ray-client-server-port="$((${RAY_ADDRESS#*:} + 1))" --include-dashboard=false
             fi
             until (exec 3<>"/dev/tcp/${RAY_ADDRESS/://}") 2>/dev/null; do
                 ((SECONDS < 300)) || { echo "no head of Ray at $RAY_ADDRESS within $SECONDS s" >&2; exit 1; }
