@@ -1,9 +1,14 @@
-"""A mixture on a real Ray with real vLLM: every runner plays every env, every rank finds the user's own algorithms."""
+"""A mixture on a real Ray with real vLLM, two of each part: every runner plays every env, nothing is lost or stale,
+every rank finds the user's own algorithms.
+"""
 
+from collections import Counter
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import molt_gym
@@ -32,9 +37,9 @@ MIXTURE = {"toy_envs:Letters-v0": {"weight": 1, "max_turns": 1}, "toy_envs:Coin-
 def run(toys: Path, cluster: Any, wide_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Three steps in both envs, with an estimator and a loss of a file of the user's own."""
     settings = {
-        "placement": "ray", "rollout.engine": "vllm", "rollout.runners": 2, "rollout.groups_per_step": 6,
-        "rollout.group_size": 4, "rollout.max_tokens": 8, "rollout.max_context": 256, "rollout.dtype": "float32",
-        "actor.dtype": "float32", "eval.before": False, "eval.episodes": 4,
+        "placement": "ray", "rollout.engine": "vllm", "rollout.engines": 2, "actor.world_size": 2, "rollout.runners": 2,
+        "rollout.groups_per_step": 6, "rollout.group_size": 4, "rollout.max_tokens": 8, "rollout.max_context": 256,
+        "rollout.dtype": "float32", "actor.dtype": "float32", "eval.before": False, "eval.episodes": 4,
         "algorithm.estimator": "own_algorithms:seven", "algorithm.loss": "own_algorithms:all_clipped"}
     folder = tmp_path_factory.mktemp("mixture")
     (folder / "own_algorithms.py").write_text(OWN)
@@ -45,6 +50,27 @@ def run(toys: Path, cluster: Any, wide_path: Path, tmp_path_factory: pytest.Temp
 
 def steps_of(run: Any) -> list[dict[str, Any]]:
     return [line for line in run.metrics if "eval/when" not in line]
+
+
+def test_two_ranks_train_once_on_all_that_two_runners_played_with_the_newest_weights_in_two_engines(run: Any) -> None:
+    lines = steps_of(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["rollout/count"] == 24 and line["staleness/max"] == 0 for line in lines)
+    assert all(line["mismatch/abs_diff_mean"] < 1e-4 for line in lines)
+    played = Counter((t.group, t.rollout) for file in (run.run_dir / "rollouts").iterdir() for t in read_jsonl(file))
+    assert played == Counter((group, rollout) for group in range(18) for rollout in range(4))
+    assert [line["step"] for line in run.metrics if "eval/when" in line] == [3]
+    assert (run.run_dir / "model" / "model.safetensors").is_file()
+
+
+def test_a_run_leaves_no_engine_and_no_rank_behind(run: Any) -> None:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(mark in " ".join(child.cmdline()) for mark in ("vllm_host", "ray::Rank")):
+                found.append(child)
+    _, left = psutil.wait_procs(found, timeout=60)
+    assert not left
 
 
 def test_runners_play_all_envs_of_a_mixture_each_rollout_in_its_own(run: Any) -> None:

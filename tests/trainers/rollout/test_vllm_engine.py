@@ -308,10 +308,10 @@ async def test_experts_and_an_untied_head_arrive_and_weights_that_do_not_fit_end
     await engine.resume()
     for future in (*flying, *engine.submit([Request([5], Sampling())])):
         with pytest.raises(RunFailed, match="weights were not updated"):
-            await asyncio.wait_for(future, 5)
-    await until(lambda: not alive(engine._host.pid), 5)
+            await asyncio.wait_for(future, 30)
+    await until(lambda: not alive(engine._host.pid), 30)
     assert engine._host.log.exists()
-    await asyncio.wait_for(engine.close(), 5)
+    await asyncio.wait_for(engine.close(), 30)
 
 
 async def test_the_probe_sees_weights_that_are_not_the_actors(engine, actor, load, renderer):
@@ -435,11 +435,10 @@ async def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(make):
     with pytest.raises(RunFailed):
         await within(10, *flying)
     await engine.close()
-    await until(lambda: not alive(engine._host.pid), 5)
+    await until(lambda: not alive(engine._host.pid), 30)
 
 
-@pytest.mark.parametrize("method", ["start_update", "receive"])
-async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, play, monkeypatch, method):
+async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, play, monkeypatch):
     engine = make(transfer_timeout=10.0)
     await update(engine, load(), 1)
     core, = (number for number, words in alive(engine._host.pid).items() if "EngineCore" in words)
@@ -453,13 +452,13 @@ async def test_an_engine_that_stalls_is_given_up_at_the_deadline(make, load, pla
     await play(engine, PROMPTS)
     await engine.pause()
 
-    monkeypatch.setattr(HostProcess, "call", stalls_at(method, HostProcess.call))
+    monkeypatch.setattr(HostProcess, "call", stalls_at("receive", HostProcess.call))
     started = time.monotonic()
-    with pytest.raises(RunFailed, match=rf"did not answer within 10 s \({method}\)"):
+    with pytest.raises(RunFailed, match=r"did not answer within 10 s \(receive\)"):
         await engine.update_weights(load().named_parameters(), 2)
     assert 10 <= time.monotonic() - started < WAIT
-    await until(lambda: not alive(engine._host.pid), 5)
-    await asyncio.wait_for(engine.close(), 5)
+    await until(lambda: not alive(engine._host.pid), 30)
+    await asyncio.wait_for(engine.close(), 30)
 
 
 def stalls_at(method: str, call: Callable) -> Callable:
@@ -485,5 +484,5 @@ async def test_an_engine_that_is_killed_fails_all_who_wait_and_leaves_nothing(en
         with pytest.raises(RunFailed, match="exit code -9"):
             await asyncio.wait_for(late, 10)
     await engine.resume()
-    await until(lambda: not alive(group), 5)
+    await until(lambda: not alive(group), 30)
     await asyncio.wait_for(engine.close(), 10)
