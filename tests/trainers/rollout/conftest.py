@@ -13,7 +13,7 @@ from molt_gym.tokens import Generation, Renderer, Sampling
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
 
-WAIT = 20.0
+WAIT = 60.0
 
 
 @pytest_asyncio.fixture
