@@ -78,7 +78,7 @@ start_ray() {
     export RAY_ADDRESS RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
     # srun does not take this over from sbatch, and would give Ray one CPU.
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-    # shellcheck disable=SC2016
+    # shellcheck disable=SC2016,SC2086
     {
         srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
             if [[ $SLURM_NODEID = 0 ]]; then

@@ -94,8 +94,11 @@ def plan(path: Path, overrides: Mapping[str, Any] | None = None, *, gpus: str | 
     colocated, told = _places(config, cluster)
     share = config.rollout.engine_args.get("gpu_memory_utilization") or (
         ALONE if not colocated else LENT_GPU if config.rollout.release_memory else SHARED_GPU)
-    taken = cluster.memory * share if colocated and not config.rollout.release_memory else 0.0
+    alone = config.rollout.release_memory or config.rollout.engine == "transformers"
+    taken = cluster.memory * share if colocated and not alone else 0.0
     lines = [*_head(model, cluster, told), model.actor_line(cluster.memory - taken, _beside(config, model, path))]
+    if config.rollout.engine == "transformers":
+        return "\n".join([*lines, "engine    transformers, beside the first rank; seconds are told of vllm alone"])
     fleet = Fleet.of(config, model.shape, model.cached, cluster.memory * share * GIB, measured.engine)
     lines += rollout_lines(config, fleet, measured.episode)
     return "\n".join(lines + step_lines(
@@ -116,8 +119,9 @@ def _sft_plan(path: Path, overrides: Mapping[str, Any] | None, cluster: Cluster)
         raise ConfigError(f"actor.world_size: {ranks} ranks for the {cluster.gpus} GPUs of a node, and sft runs on "
                           "one; write at most that")
     model = Model.of(actor_config(sft), sft.model, path)
+    each = -(-sft.batch_size // model.training.sizes.dp)
     return "\n".join([*_head(model, cluster, f"{ranks} ranks"), model.actor_line(cluster.memory, {}),
-                      f"step      {sft.batch_size} conversations, {-(-sft.batch_size // model.training.sizes.dp)} a share"])
+                      f"step      {sft.batch_size} conversations, {each} a share"])
 
 
 def _head(model: "Model", cluster: Cluster, told: str) -> list[str]:

@@ -96,6 +96,13 @@ def test_rates_of_a_file_take_the_place_of_the_usual_ones(run, tmp_path):
         plan(run, gpus="h200:4", rates=rates)
 
 
+def test_of_a_run_without_vllm_only_the_actor_is_planned(run):
+    run.write_text('env = "Math-v0"\nmodel = "mine/Dense"\n[actor]\nactivation_checkpointing = "full"\n')
+    said = plan(run, gpus="h200:1").splitlines()
+    assert said[1].endswith("1 ranks, 1 engines × 1 GPUs, 1 runners, on one node")
+    assert said[-1].startswith("engine    transformers")
+
+
 def test_a_larger_teacher_counts_on_every_rank(run):
     (run.parent / "models" / "Larger.json").write_text(json.dumps(DENSE | {"num_hidden_layers": 360}))
     run.write_text(RUN + '[algorithm]\nestimator = "on_policy_distill"\nteacher = "mine/Larger"\n'
