@@ -60,7 +60,7 @@ class OpenEnv(ChatEnv):
             raise ConfigError(f"reset: {reset!r}; write a table of arguments, such as {{'level': 2}}")
         self._split, self._arguments, self._system = split, reset or {}, system
         self._describe = named_function(describe, "describe")
-        if callable(action) or ":" in action:
+        if callable(action) or ":" in str(action):
             self._actions = Actions("text", parse=named_function(action, "action"))
         else:
             self._actions = actions_of(self._asked(_schema), action)
@@ -86,7 +86,9 @@ class OpenEnv(ChatEnv):
     def answer(self, message: Message) -> Turn:
         """What the server makes of it, action by action; or what is wrong with it."""
         messages: list[Message] = []
-        reward, over, legal, wanted = 0.0, False, False, list(self._actions.of(message))
+        wanted = list(self._actions.of(message))
+        said_all = not wanted and self._actions.kind == "mcp"
+        reward, over, legal = 0.0, said_all, said_all
         for want in wanted:
             result, problem = self._done(want)
             if result is None:
@@ -100,7 +102,7 @@ class OpenEnv(ChatEnv):
         if not wanted and self._actions.kind == "tool":
             messages = [{"role": "user", "content": f"Call {self._actions.tools[0]['function']['name']}."}]
         self._illegal = 0 if legal else self._illegal + 1
-        over = over or self._illegal >= _ILLEGAL_LIMIT or not wanted and self._actions.kind == "mcp"
+        over = over or self._illegal >= _ILLEGAL_LIMIT
         if over:
             self.close()
         return Turn([] if over else messages, reward, over, {"illegal": not legal})
@@ -153,7 +155,7 @@ def register_ids() -> None:
     register("openenv/Remote-v0", OpenEnv, max_episode_steps=64, nondeterministic=True)
 
 
-# Each question about tasks makes the server make an env, so they are asked once in a process.
+# A question about tasks makes the server make an env, so each is asked once in a process.
 @functools.lru_cache(maxsize=64)
 def _schema(url: str, seconds: float) -> dict[str, Any]:
     found = get_json(f"{url}/schema", seconds)

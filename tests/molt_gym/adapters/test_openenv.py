@@ -133,7 +133,8 @@ def test_mcp_tools_are_listed_and_called_and_a_reply_without_a_call_is_the_last(
     assert told[2] == "Error: Unknown tool: 'nope'" and step[1:3] == (0.0, False)
     assert env.step(say("", ("hand_in", "")))[1:3] == (1.0, True)
     env.reset(options={"index": 5})
-    assert env.step(say("It is done."))[1:3] == (0.0, True)
+    step = env.step(say("It is done."))
+    assert step[1:3] == (0.0, True) and not step[4]["illegal"]
 
 
 def test_users_functions_take_the_place_of_either_side(server, make):
@@ -235,6 +236,7 @@ def test_bad_arguments_are_named(server, make):
                           ({"url": []}, r"url: \[\]"), ({"url": 3}, "url: 3"), ({"timeout": 0}, "timeout: 0"),
                           ({"reset": 3}, "reset: 3"), ({"action": "talk"}, "action: 'talk'; write 'auto', 'text'"),
                           ({"action": "text"}, "action: 'text' needs .* direction, steps, note; write 'tool'"),
+                          ({"action": 3}, "action: 3; write"),
                           ({"action": "no.such:thing"}, "action: 'no.such:thing'")]:
         with pytest.raises(molt_gym.ConfigError, match=words):
             make(**{"url": url} | kwargs)
