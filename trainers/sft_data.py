@@ -115,7 +115,8 @@ def _best(
             left_out["reward too low"] += 1
         else:
             source = where.rpartition(":")[0]
-            groups[source, trajectory.env, trajectory.step, trajectory.group, trajectory.index].append(place)
+            key = source, trajectory.env, trajectory.step, trajectory.group, trajectory.index, trajectory.seat
+            groups[key].append(place)
     kept = []
     for places in groups.values():
         best = sorted(places, key=lambda place: -(rollouts[place][1].reward or 0.0))[: options.best_of_group]

@@ -117,10 +117,11 @@ class FrozenModels:
 
     async def _tidy(self) -> None:
         """At a new step: what earlier ones left is forgotten, and models that are no members any more are dropped."""
-        wanted = {self._base, *(members(self._league) if self._league else ())}
+        playing = members(self._league) if self._league else []
+        left = {path for path in self._loaded if path.parent == self._league} | {self._base}
         for path, loaded in list(self._loaded.items()):
-            late = 0 < self._used[path] < self._step - self.config.rollout.max_staleness
-            if late and path not in wanted:
+            late = self._used[path] < self._step - self.config.rollout.max_staleness
+            if late and path in left.difference(playing or [self._base]):
                 await self._drop(path)
             elif loaded.done():
                 await loaded.result()[1].reset_prefix_cache()

@@ -42,15 +42,18 @@ async def test_the_model_that_training_began_with_plays_until_there_is_a_member(
     assert models.choose(f"model:{tmp_path}", Ticket(1, 1)) == tmp_path
 
 
-async def test_a_model_is_loaded_once_and_dropped_when_it_has_left_the_league(models, tmp_path):
+async def test_a_model_is_loaded_once_and_dropped_when_it_has_left_the_league(models, tmp_path, tiny_path):
+    shutil.copytree(tiny_path, tiny_path.parent / "given")
     first, second = tmp_path / "league/step-000002", tmp_path / "league/step-000004"
     (_, engine), (_, again) = await asyncio.wait_for(asyncio.gather(models.get(first, 1), models.get(first, 1)), WAIT)
     assert engine is again
     await models.get(second, 1)
+    given = (await models.get(tiny_path.parent / "given", 1))[1]
     shutil.rmtree(first)
     assert (await models.get(second, 2))[1] is not engine
     with pytest.raises(RuntimeError, match="closed"):
         await OpenGate(engine).generate(_request())
+    assert (await models.get(tiny_path.parent / "given", 2))[1] is given
     await models.aclose()
 
 
