@@ -37,6 +37,8 @@ def read(name: str, subset: str | None, split: str) -> tuple[Sequence[Any], Sequ
     rows = _read(name, subset, None if undivided else split, _stamp(path))
     if not undivided:
         return rows, range(len(rows))
+    if subset is not None:
+        raise ConfigError(f"dataset_subset: {subset!r}; {name!r} has none, leave it out")
     if split not in _OWN:
         raise ConfigError(f"dataset_split: {split!r}; {name!r} has no splits of its own, so write one of "
                           f"{', '.join(map(repr, _OWN))}")

@@ -4,6 +4,7 @@ Invariants: the same arguments choose the same rows in the same order; no row is
 cannot serve is named by its number in the dataset and its column.
 """
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -41,8 +42,8 @@ class TaskRow:
         return dict(self._values)
 
     def get(self, field: str) -> Any:
-        """The value as it stands in the dataset; None if this row has none."""
-        return self._values.get(self._names.get(field, field))
+        """A copy of the value as it stands in the dataset; None if this row has none."""
+        return copy.deepcopy(self._values.get(self._names.get(field, field)))
 
     def text(self, field: str) -> str:
         """A value that must be text, and more than blanks.
@@ -119,7 +120,7 @@ def load_tasks(
     dataset: str | PathLike[str],
     split: str = "train",
     *,
-    fields: Sequence[str] | Mapping[str, str],
+    fields: str | Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
     dataset_split: str | None = None,
     dataset_subset: str | None = None,
@@ -147,19 +148,16 @@ def load_tasks(
         TypeError: there is no such keyword.
     """
     check_split(split)
-    chosen = dict(fields) if isinstance(fields, Mapping) else {field: field for field in fields}
-    required = [*chosen, *(["difficulty"] if difficulty is not None else [])]
-    chosen = {field: field for field in (*optional, "difficulty")} | chosen
-    options = {f"{field}_column": field for field in chosen}
-    if unknown := names.keys() - options.keys():
-        raise TypeError(f"unknown keyword {', '.join(sorted(unknown))}; write one of {', '.join((*OPTIONS, 'difficulty', *options))}")
-    chosen |= {options[option]: name for option, name in names.items()}
+    if not isinstance(dataset, str | PathLike) or not str(dataset):
+        raise ConfigError(f"dataset: {dataset!r:.100}; write the path of a file or a folder, or a name on the hub")
+    fields = [fields] if isinstance(fields, str) else fields
+    chosen = _columns(fields, optional, names)
     name = str(dataset)
     rows, numbers = read(name, dataset_subset, dataset_split or split)
     if not numbers:
         raise ConfigError(f"dataset: {name!r} has no rows for split {split!r}; try dataset_split='all'")
     there = columns(rows)
-    for field in required:
+    for field in (*fields, *(["difficulty"] if difficulty is not None else [])):
         if chosen[field] not in there:
             raise ConfigError(f"{field}_column: {name!r} has no column {chosen[field]!r}; choose from "
                               f"{', '.join(there)}")
@@ -174,6 +172,19 @@ def check_split(split: str) -> None:
     """Raises ConfigError if there is no such split."""
     if split not in _SPLITS:
         raise ConfigError(f"split: {split!r}; write one of {', '.join(map(repr, _SPLITS))}")
+
+
+def _columns(
+    fields: Sequence[str] | Mapping[str, str], optional: Sequence[str], names: Mapping[str, str]
+) -> dict[str, str]:
+    """The column of each field."""
+    known = {field: field for field in (*optional, "difficulty", *fields)} | (
+        dict(fields) if isinstance(fields, Mapping) else {})
+    options = {f"{field}_column": field for field in known}
+    if unknown := names.keys() - options.keys():
+        choice = ", ".join((*OPTIONS, "difficulty", *options))
+        raise TypeError(f"unknown keyword {', '.join(sorted(unknown))}; write one of {choice}")
+    return known | {options[option]: name for option, name in names.items()}
 
 
 def _of_difficulty(wanted: Any, values: Sequence[Any], numbers: Sequence[int], name: str) -> list[int]:

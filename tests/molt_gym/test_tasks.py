@@ -124,6 +124,12 @@ def test_numbers_in_a_file_of_texts_are_numbers(write):
     assert answers(load_tasks(path, fields=["answer"], difficulty=10)) == [3]
 
 
+def test_what_an_env_does_to_a_value_changes_no_later_task(write):
+    path = write([{"messages": [{"role": "user"}]}])
+    load_tasks(path, fields="messages")[0].get("messages").append("mine")
+    assert load_tasks(path, fields="messages")[0].get("messages") == [{"role": "user"}]
+
+
 def test_a_file_that_changed_is_read_anew(write):
     assert len(load_tasks(write(ROWS[:3]), fields=FIELDS)) == 3
     assert len(load_tasks(write(ROWS[:5]), fields=FIELDS)) == 5
@@ -171,6 +177,7 @@ def test_a_row_without_text_is_refused_by_its_number_in_the_dataset(write):
     (ROWS[:4], {"difficulty": {"min": 1}, "difficulty_column": "level"}, "row 0: difficulty is 'easy', no number"),
     (ROWS[:4], {"difficulty": {"from": 1}, "difficulty_column": "level"}, "write numbers, as {'min': 2, 'max': 4}"),
     (ROWS[:4], {"difficulty": {"max": "2"}, "difficulty_column": "level"}, "write numbers, as {'min': 2, 'max': 4}"),
+    (ROWS[:1], {"dataset_subset": "main"}, "dataset_subset: 'main'; .* has none, leave it out"),
     (ROWS[:1], {"split": "dev"}, "split: 'dev'; write one of 'train', 'test'"),
     ('{"a": 1}\n{"b"', {}, "line 2"),
     ("[1]", {}, "line 1: .* is no object"),
@@ -200,6 +207,9 @@ def test_what_is_nowhere_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="there is no file 'nowhere.jsonl'"):
         load_tasks("nowhere.jsonl", fields=FIELDS)
+    for nothing in ("", None):
+        with pytest.raises(ConfigError, match=f"dataset: {nothing!r}; write the path of a file"):
+            load_tasks(nothing, fields=FIELDS)
     with pytest.raises(ConfigError, match="dataset: cannot load .*nowhere"):
         load_tasks(str(tmp_path / "nowhere"), fields=FIELDS)
 
