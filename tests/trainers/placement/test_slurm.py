@@ -162,11 +162,10 @@ def went_on(slurm: Slurm, job: str, run: Path, steps: int, interrupt: Callable[[
     assert (run / "model" / "config.json").is_file()
 
 
-@pytest.mark.skipif(not (find_spec("ray") and find_spec("vllm")), reason="Ray or vLLM is not installed")
-@pytest.mark.usefixtures("slurm")
 class TestJobs:
     pytestmark = needs_slurm
 
+    @pytest.mark.skipif(not (find_spec("ray") and find_spec("vllm")), reason="Ray or vLLM is not installed")
     def test_a_run_on_two_nodes_that_is_preempted_saves_and_goes_on_when_it_gets_them_again(
             self, slurm, wide_path, tmp_path):
         recipe = tmp_path / "recipe.toml"
