@@ -102,7 +102,8 @@ def check_source(source: Any, model: str | None) -> None:
         raise ConfigError(f"judge.model: {model!r} with the endpoint {name!r}; write the model's name there, such as "
                           "Judge('http://localhost:8000/v1', model='Qwen/Qwen3-8B')")
     if not _is_address(name) and model is not None:
-        raise ConfigError(f"judge.model: {model!r} with {name!r}, which is a model itself; leave it out")
+        raise ConfigError(f"judge.model: {model!r} with {name!r}, which is no address; write one that begins with "
+                          "http:// or https://, or leave judge.model out")
 
 
 def is_local(source: Any) -> bool:
