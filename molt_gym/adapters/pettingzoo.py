@@ -4,11 +4,14 @@ Invariants: rewards and ends are those of the game; task i is the game that `res
 never reaches it.
 """
 
+import importlib
 import inspect
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,8 @@ Parse = Callable[[Any, str, str], Any]
 _ACTION_MASK = "action_mask"
 _NO_PROSE = re.compile(r"\s*(\||```|:|This environment is part of)")
 _LONGEST = 1500
+_IMPORTED_LATE = {"hanabi": ["pyspiel"]}
+"""What games import only when they are made."""
 
 
 class PettingZooEnv(GameEnv):
@@ -166,12 +171,14 @@ class PettingZooEnv(GameEnv):
 
 
 def register_ids() -> None:
-    """An id for each of PettingZoo's classic games."""
+    """An id for each of PettingZoo's classic games that can be imported."""
     from pettingzoo import aec_registry
 
     for spec in aec_registry.values():
-        if spec.namespace == "classic":
-            register(f"pettingzoo/{spec.name}-v{spec.version}", PettingZooEnv, kwargs={"env": spec.id})
+        if spec.namespace == "classic" and all(map(find_spec, _IMPORTED_LATE.get(spec.name, ()))):
+            with suppress(ImportError):
+                importlib.import_module(spec.entry_point.partition(":")[0])
+                register(f"pettingzoo/{spec.name}-v{spec.version}", PettingZooEnv, kwargs={"env": spec.id})
 
 
 def _made(env: str | Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +194,7 @@ def _made(env: str | Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         try:
             kind = "parallel" if env in pettingzoo.parallel_registry and env not in pettingzoo.aec_registry else "aec"
             game = pettingzoo.make(kind, env, **kwargs)
-        except PettingZooRegistryError as error:
+        except (PettingZooRegistryError, ImportError) as error:
             raise ConfigError(f"env: {env!r}: {error}") from error
     else:
         game = named_function(env, "env")(**kwargs)
