@@ -127,13 +127,15 @@ def _installed() -> Iterator[str]:
 
 
 def _with_defaults(vf: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a local runtime and a harness for each seat that has none."""
+    """The settings with a local runtime and a harness for each seat whose author chose none."""
     taskset, env_id = data["taskset"]["id"], data.get("id", "")
     own = vf.default_harness_id(taskset) != "bash"
     for name, field in vf.env_config_type(taskset, env_id).model_fields.items():
         if isinstance(field.default, vf.AgentConfig):
             seat = dict(data.get(name) or {})
-            seat.setdefault("runtime", {"type": "subprocess"})
+            # Its own default is a sandbox that one pays for.
+            if "runtime" not in field.default.model_fields_set:
+                seat.setdefault("runtime", {"type": "subprocess"})
             if not own and field.default.harness is None:
                 seat.setdefault("harness", {"id": _CHAT})
             data[name] = seat

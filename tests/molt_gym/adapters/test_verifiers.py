@@ -92,7 +92,8 @@ def sums(tmp_path, monkeypatch):
     """An installed taskset, `sums-v1`; new for each test."""
     info = tmp_path / "sums_v1-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sums-v1\nVersion: 1.0\nRequires-Dist: verifiers>=0.4\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sums-v1\nVersion: 1.0\nRequires-Dist: verifiers>=0.4\n")
     (tmp_path / "sums_v1.py").write_text(textwrap.dedent(PACKAGE))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
