@@ -212,7 +212,8 @@ def _places(config: Config, cluster: Cluster) -> tuple[bool, str]:
 
 
 def _settings(path: Path, overrides: Mapping[str, Any] | None) -> Config:
-    draft = load_config(file=path, overrides=overrides)
-    preset = mixed_preset(split(draft), draft.model or "")
-    below = merge(DISTILLATION, preset) if draft.algorithm.teacher else preset
-    return load_config(file=path, overrides=overrides, preset=below)
+    # A file for `distill` may leave out what that sets itself.
+    default = DISTILLATION if read_toml(path).get("algorithm", {}).get("teacher") else {}
+    draft = load_config(file=path, overrides=overrides, preset=default)
+    preset = merge(default, mixed_preset(split(draft), draft.model or ""))
+    return load_config(file=path, overrides=overrides, preset=preset)

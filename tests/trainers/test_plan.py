@@ -105,8 +105,7 @@ def test_of_a_run_without_vllm_only_the_actor_is_planned(run):
 
 def test_a_larger_teacher_counts_on_every_rank(run):
     (run.parent / "models" / "Larger.json").write_text(json.dumps(DENSE | {"num_hidden_layers": 360}))
-    run.write_text(RUN + '[algorithm]\nestimator = "on_policy_distill"\nteacher = "mine/Larger"\n'
-                         'kl = {coefficient = 1.0, use = "reward"}\n')
+    run.write_text(RUN + 'algorithm = {teacher = "mine/Larger"}\n')
     with pytest.raises(ConfigError, match="actor: does not fit"):
         plan(run, gpus="h200:4", memory=70)
     assert "for a larger teacher" in plan(run, gpus="h200:4")
