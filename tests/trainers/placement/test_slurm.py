@@ -18,7 +18,7 @@ import pytest
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 MISSING = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-needs_slurm = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(
+needs_slurm = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(
     bool(MISSING), reason=f"no {', '.join(MISSING)}; apt-get install slurm-wlm munge")]
 LAUNCH = Path(__file__).parents[3] / "slurm" / "launch.sh"
 TOYS = Path(__file__).parents[1] / "toys"
@@ -62,7 +62,7 @@ rollout = {groups_per_step = 2, group_size = 4, max_tokens = 8, max_context = 25
 """
 
 
-def until(true: Callable[[], object], what: str | Callable[[], str], seconds: float = 240) -> None:
+def until(true: Callable[[], object], what: str | Callable[[], str], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, what() if callable(what) else what
