@@ -43,7 +43,9 @@ class Endpoint:
         with self._lock:
             self.requests.append(request)
             self.times.append(time.monotonic())
-            answer = self.script.pop(0) if self.script else self.always(request)
+            answer = self.script.pop(0) if self.script else None
+        # Outside, as it may wait for other requests.
+        answer = self.always(request) if answer is None else answer
         return Answer(answer) if isinstance(answer, str) else answer
 
     @contextmanager

@@ -128,12 +128,12 @@ def test_nobody_there_is_a_failure():
 
 
 def test_a_judge_that_is_late_is_given_up_with_its_retries(endpoint, judge_of):
-    endpoint.script = [Answer(verdict(1), seconds=1.0), Answer(status=429, headers={"Retry-After": "30"})]
+    endpoint.script = [Answer(verdict(1), seconds=6.0), Answer(status=429, headers={"Retry-After": "30"})]
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(EnvFailure, match=r"no verdict within 0.3 s \(calls.deadline\)"):
             judge_of(deadline=0.3).score("x", "y")
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 5
 
 
 def test_what_was_judged_is_known_by_its_content(endpoint, judge_of):
@@ -154,25 +154,34 @@ def test_what_is_being_judged_is_joined_and_a_failure_is_told_to_all(endpoint, j
     with ThreadPoolExecutor(8) as threads:
         assert {found.score for found in threads.map(lambda _: judge_of().score("x", "y"), range(8))} == {0.0}
     assert len(endpoint.requests) == 1
-    endpoint.script = [Answer(status=401, seconds=0.2)]
+    endpoint.always = lambda request: Answer(status=401, seconds=0.2)
     with ThreadPoolExecutor(8) as threads:
-        failures = [threads.submit(judge_of().score, "x", "z").exception() for _ in range(8)]
-    assert all(isinstance(failure, EnvFailure) for failure in failures) or len(endpoint.requests) > 2
+        failed = [threads.submit(judge_of().score, "x", "z") for _ in range(8)]
+    assert all(isinstance(future.exception(), EnvFailure) for future in failed) and len(endpoint.requests) < 9
+
+
+def together(number):
+    """Answers when so many requests are under way."""
+    barrier = threading.Barrier(number, timeout=10)
+
+    def always(request):
+        barrier.wait()
+        return verdict(10)
+
+    return always
 
 
 def test_many_are_asked_at_a_time_and_no_more_than_the_limit(endpoint, judge_of):
-    endpoint.always = lambda request: Answer(verdict(10), seconds=0.05)
+    endpoint.always = together(6)
     with ThreadPoolExecutor(24) as threads:
         list(threads.map(lambda number: judge_of(concurrency=6).score("x", str(number)), range(24)))
     assert endpoint.most == 6
 
 
 async def test_coroutines_ask_without_holding_up_their_loop(endpoint, judge_of):
-    endpoint.always = lambda request: Answer(verdict(10), seconds=0.2)
-    judge = judge_of()
-    started = time.monotonic()
-    found = await asyncio.gather(*(judge.score_async("x", str(number)) for number in range(8)))
-    assert [one.score for one in found] == [1.0] * 8 and time.monotonic() - started < 1.0
+    endpoint.always = together(8)
+    found = await asyncio.gather(*(judge_of().score_async("x", str(number)) for number in range(8)))
+    assert [one.score for one in found] == [1.0] * 8
 
 
 def prefers(better):
@@ -297,7 +306,8 @@ def test_half_a_character_can_be_judged(judge_of):
 
 def test_threads_and_loops_share_what_is_known(endpoint, judge_of):
     judge_of().score("x", "y")
-    threading.Thread(target=lambda: asyncio.run(judge_of().score_async("x", "y"))).start()
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lambda: asyncio.run(judge_of().score_async("x", "y"))).result().score == 1.0
     assert judge_of().score("x", "y").score == 1.0 and len(endpoint.requests) == 1
 
 
