@@ -26,7 +26,7 @@ class Geo3kEnv(MathEnv):
     r"""Solve problems of geometry whose numbers stand in a figure; for models that see.
 
     Figures are drawn here, or come with the rows of a dataset, such as hiyouga/geometry3k. Graded as Math-v0. At
-    difficulty 1 the sides of rectangles on squared paper are counted; from 2 on, figures of all families are drawn.
+    difficulty 1 the width of rectangles on squared paper is counted; from 2 on, figures of all families are drawn.
 
     With `python`, replies may call a tool that runs programs in a sandbox, each from nothing; what they print comes
     back in tool messages, and counts as no try. Once all calls are used up, a reply that calls is graded as it is. So

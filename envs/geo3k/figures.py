@@ -173,14 +173,12 @@ def _grid(rng: random.Random, difficulty: int) -> Figure:
         draw.line((place, 0, place, side), "silver")
         draw.line((0, place, side, place), "silver")
     area, around = width * height, 2 * (width + height)
-    asked, right, wrong, seen = rng.choice(
-        (("How many squares wide is the rectangle?", width, width + height, f"{width} {height}"),
-         ("How many squares high is the rectangle?", height, width + height, f"{height} {width}"))
-        if difficulty == 1 else
-        (("How many squares does the rectangle cover?", area, around, f"{width} {height}"),
-         ("What is the perimeter of the rectangle, in sides of a square?", around, area, f"{width} {height}")))
-    # Demonstrations name the numbers in `seen` in their order, so the place, which is not asked, is in letters.
-    return _shown(asked, right, wrong, f"{seen} at {'abcdefgh'[left]}{'abcdefgh'[top]}, {colour}", image)
+    asked, right, wrong = ("How many squares wide is the rectangle?", width, width + height) if difficulty == 1 else (
+        rng.choice((("How many squares does the rectangle cover?", area, around),
+                    ("What is the perimeter of the rectangle, in sides of a square?", around, area))))
+    # Demonstrations name the numbers that stand here in their order, so the place, which is not asked, is in letters.
+    place = f"{'abcdefgh'[left]}{'abcdefgh'[top]}, {colour}"
+    return _shown(asked, right, wrong, f"{width} {height} at {place}", image)
 
 
 def _triangle(first: int, second: int) -> list[Point]:
@@ -201,7 +199,7 @@ FAMILIES: dict[str, Callable[[random.Random, int], Figure]] = {
     "right_triangle": _right_triangle, "angles": _angles, "isosceles": _isosceles, "rectangle": _rectangle,
     "parallel": _parallel, "circle": _circle, "grid": _grid,
 }
-"""All families by name; "grid" is a rectangle on squared paper, whose sides are counted at difficulty 1."""
+"""All families by name; "grid" is a rectangle on squared paper, whose width is counted at difficulty 1."""
 
 
 class FigureGenerator(FamilyGenerator[Figure]):

@@ -33,7 +33,7 @@ def test_the_reward_rises_with_every_seed_and_only_for_who_looks(seed: int, tmp_
     (_, first), *_, (step, last) = script.scores(lines)
     rewards = script.rewards(lines)
     assert first < 0.5 and step == script.STEPS and last >= script.GOAL
-    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.2
+    assert fmean(rewards[-5:]) > rewards[0] + 0.2
     assert blank < 0.5
 
 
@@ -43,7 +43,7 @@ def test_the_table_has_a_line_for_each_seed() -> None:
         return held_out + [{"step": step, "reward/mean": gain * step, "time/step": 2.0} for step in range(1, 11)]
 
     text = script.report([(metrics(0.1), 0.25), (metrics(0.05), 0.125)])
-    assert "| 0 | 0.300 → 0.800 | 0.000 → 1.000 | 0.250 | 2.0 |\n| 1 | 0.150 → 0.400 | 0.000 → 0.500 | 0.125 |" in text
+    assert "| 0 | 0.100 → 0.800 | 0.000 → 1.000 | 0.250 | 2.0 |\n| 1 | 0.050 → 0.400 | 0.000 → 0.500 | 0.125 |" in text
 
 
 def test_its_blank_figures_have_the_questions_of_the_others() -> None:

@@ -115,7 +115,7 @@ def test_examples_hold_what_the_renderer_gives_and_mark_what_the_assistant_said(
     for conversation in (*talk(5), talk(1)[0] + again):
         [example] = encode_examples(tokenizer, [conversation])
         assert example.ids == renderer.render(conversation, add_generation_prompt=False)
-        said = [i for i, own in zip(*example, strict=True) if own]
+        said = [i for i, own in zip(example.ids, example.mask, strict=True) if own]
         assert renderer.decode(said) == "".join(
             message["content"] + "<|im_end|>" for message in conversation if message["role"] == "assistant")
 

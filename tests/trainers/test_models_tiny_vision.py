@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import molt_gym
 from molt_gym import image_part
 from molt_gym.envs.geo3k import Geo3kEnv
+from molt_gym.errors import ConfigError
 from molt_gym.images import images_of
 from molt_gym.tokens import Renderer, read_jsonl
 from molt_gym.tokens.vision import Vision
@@ -77,18 +78,24 @@ def test_its_template_writes_the_same_with_and_without_parts(tmp_path):
     assert "<|image_pad|>" not in train_tokenizer(text, tools).get_vocab(), "where there is nothing to see"
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"python": True}])
-def test_geo3k_is_trained_with_it_by_its_name_alone(tmp_path, kwargs):
+def test_geo3k_is_trained_with_it_by_its_name_alone(tmp_path):
     options = {"rollout__groups_per_step": 2, "rollout__group_size": 2, "eval__before": False, "eval__after": False}
-    result = molt_gym.train("Geo3k-v0", "tiny", out=tmp_path / "run", steps=1, env_kwargs=kwargs, **options)
+    result = molt_gym.train("Geo3k-v0", "tiny", out=tmp_path / "run", steps=1, env_kwargs={"python": True}, **options)
     (step,) = [line for line in result.metrics if "mismatch/abs_diff_mean" in line]
     assert step["mismatch/abs_diff_mean"] < 1e-4
     (file,) = (result.run_dir / "rollouts").glob("*.jsonl")
     played = read_jsonl(file)
-    assert len(played) == 4 and all(bool(trajectory.tools) == bool(kwargs) for trajectory in played)
+    assert len(played) == 4 and all(len(trajectory.tools) == 1 for trajectory in played)
     for trajectory in played:
         assert [image.uri for image in trajectory.rows[0].images] == images_of(trajectory.messages)
     assert (result.run_dir / "model" / "preprocessor_config.json").is_file()
+
+
+def test_an_env_that_has_no_demonstrations_as_it_is_set_up_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "x", "answer": "3", "images": []}\n')
+    kwargs = {"dataset": str(tmp_path / "rows.jsonl"), "dataset_split": "all"}
+    with pytest.raises(ConfigError, match="model: 'tiny' .* Geo3k-v0 has none as it is set up here .*for a dataset"):
+        resolve_model("tiny", env="Geo3k-v0", env_kwargs=kwargs, say=str)
 
 
 def test_it_is_made_once_and_is_another_one_for_other_figures():

@@ -92,7 +92,7 @@ def resolve_model(
         return _found(name, say)
     from .tiny import tiny_model
 
-    note = f"model: tiny, 0.5 million parameters, made here{why}"
+    note = f"model: tiny, less than a million parameters, made here{why}"
     say(note)
     return ResolvedModel(TINY, tiny_model(env, env_kwargs or {}, seed, say), note, PRESETS[TINY])
 

@@ -45,7 +45,7 @@ def tiny_model(env_id: str, env_kwargs: Mapping[str, Any], seed: int, say: Calla
             raise ConfigError(f"model: 'tiny' learns to talk from the environment's own demonstrations, and {env_id} "
                               "has no method demonstrations(count, seed) that returns a list of conversations; add it, "
                               "or choose another model, such as 'smollm2-135m' or a local folder")
-        sample = _checked(env_id, demonstrate(_SAMPLE, seed))
+        sample = _demonstrated(env_id, demonstrate, _SAMPLE, seed)
         name = _name(env_id, env_kwargs, seed, tools, sample)
         steps = _SEEING_STEPS if any(map(images_of, sample)) else _STEPS
         count = steps * BATCH
@@ -53,14 +53,19 @@ def tiny_model(env_id: str, env_kwargs: Mapping[str, Any], seed: int, say: Calla
             say(f"warm start of tiny: {steps} steps on {count:,} demonstrations of {env_id}, once")
 
         def build(folder: Path) -> None:
-            _build(folder, _checked(env_id, demonstrate(count, seed)), tools, seed)
+            _build(folder, _demonstrated(env_id, demonstrate, count, seed), tools, seed)
 
         return cached_folder(name, build)
     finally:
         env.close()
 
 
-def _checked(env_id: str, conversations: Conversations) -> Conversations:
+def _demonstrated(env_id: str, demonstrate: Callable[..., Conversations], count: int, seed: int) -> Conversations:
+    try:
+        conversations = demonstrate(count, seed)
+    except ValueError as error:
+        raise ConfigError(f"model: 'tiny' learns to talk from the environment's own demonstrations, and {env_id} has "
+                          f"none as it is set up here ({error}); choose another model") from error
     for i, conversation in enumerate(conversations):
         if not any(message.get("role") == "assistant" for message in conversation):
             raise ConfigError(f"demonstrations of {env_id}: number {i} has no assistant message; each is a list of "
