@@ -4,9 +4,6 @@ Invariants: rewards are those of the suite's own verifier; task i of a split is 
 splits; nothing that a reply makes a verifier do outlives its limit.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ..env import ChatEnv, Turn
@@ -14,6 +11,7 @@ from ..errors import ConfigError
 from ..messages import Message, text_of
 from ..registry import register
 from .forked import number_in_fork
+from .global_random import GlobalRandom
 
 __all__ = ["ReasoningGymEnv", "register_ids"]
 
@@ -55,7 +53,7 @@ class ReasoningGymEnv(ChatEnv):
         super().__init__(render_mode=render_mode)
         if split not in ("train", "test"):
             raise ConfigError(f"split: {split!r}; write 'train' or 'test'")
-        with _same_randomness():
+        with GlobalRandom():
             from reasoning_gym.factory import DATASETS, create_dataset
 
             if dataset not in DATASETS:
@@ -72,7 +70,7 @@ class ReasoningGymEnv(ChatEnv):
 
     def begin(self, index: int) -> list[Message]:
         """How to answer, and the puzzle."""
-        with _same_randomness():
+        with GlobalRandom():
             self._entry = self._data[index]
         user = {"role": "user", "content": self._entry["question"]}
         return [{"role": "system", "content": self._system}, user] if self._system else [user]
@@ -91,17 +89,7 @@ class ReasoningGymEnv(ChatEnv):
 
 def register_ids() -> None:
     """An id for each data set."""
-    with _same_randomness():
+    with GlobalRandom():
         from reasoning_gym.factory import DATASETS
     for name in sorted(set(DATASETS) - _COMPOSED):
         register(f"reasoning_gym/{name}-v0", ReasoningGymEnv, kwargs={"dataset": name}, max_episode_steps=1)
-
-
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Importing the package, and making some of its data sets, draws from the global generator."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)

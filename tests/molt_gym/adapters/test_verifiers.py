@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -82,9 +81,48 @@ class Talks(vf.Env[Talk]):
 __all__ = ["Sums", "Talks"]
 '''
 
+TOOLS = '''
+"""A server of a tool, and sums that are to be made with it."""
+
+import verifiers.v1 as vf
+
+
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> str:
+        """Adds."""
+        return str(a + b)
+
+
+class Sum(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(trace.branches[-1].messages[-1].content == "42")
+
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        return [Sum(vf.TaskData(prompt="40 + 2?"), self.config.task)]
+
+
+__all__ = ["Sums"]
+
+if __name__ == "__main__":
+    Adder.run()
+'''
+
 
 def say(text):
     return {"role": "assistant", "content": text}
+
+
+def call(name, arguments, key):
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": key, "type": "function", "function": function}]}
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +132,13 @@ def sums(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: sums-v1\nVersion: 1.0\nRequires-Dist: verifiers>=0.4\n")
-    (tmp_path / "sums_v1.py").write_text(textwrap.dedent(PACKAGE))
+    (tmp_path / "sums_v1.py").write_text(PACKAGE)
+    (tmp_path / "tool_sums.py").write_text(TOOLS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     yield
-    sys.modules.pop("sums_v1", None)
+    for name in ("sums_v1", "tool_sums"):
+        sys.modules.pop(name, None)
 
 
 def theirs(index, reply):
@@ -177,6 +217,20 @@ def test_any_taskset_can_be_named():
     assert env.unwrapped.num_tasks == 3
     assert [(info.id, info.needs) for info in molt_gym.list_envs("verifiers") if "Taskset" in info.id] == [
         ("verifiers/Taskset-v0", ("taskset",))]
+
+
+@pytest.mark.slow
+def test_the_tools_of_a_task_are_offered_and_bad_calls_are_told_why():
+    env = molt_gym.make("verifiers/Taskset-v0", taskset="tool_sums")
+    opening, _ = env.reset(options={"index": 0})
+    name, = (tool["function"]["name"] for tool in opening["tools"])
+    for number, (called, arguments, words) in enumerate([
+            (name, '{"a": 40, "b": 2}', "42"), ("nope", "{}", f"There is no tool 'nope'; there are {name}."),
+            (name, '{"a": ', "no JSON"), (name, "[1]", "no JSON object"), (name, '{"a": "x"}', "valid integer")]):
+        observation, _, over, *_ = env.step(call(called, arguments, f"call_{number}"))
+        assert words in observation["messages"][-1]["content"] and not over
+    assert env.step(say("42"))[1:3] == (1.0, True)
+    env.close()
 
 
 @pytest.mark.slow
