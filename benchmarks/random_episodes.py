@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +211,10 @@ def report(scores: dict[str, Score], held: list[tuple[int, Footprint]], turns: i
 def describe(words: list[str]) -> Iterator[str]:
     """The command, the machine and versions."""
     yield from ("```", shlex.join(["python", "benchmarks/random_episodes.py", *words]), "```", "")
-    versions = []
-    suites = (suite.package.replace("_", "-") for suite in SUITES.values() if suite.package)
-    for package in ("molt-gym", "gymnasium", *suites, *IMPORTED):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
+    distributions = packages_distributions()
+    packages = ("molt_gym", "gymnasium", *(suite.package for suite in SUITES.values()), *IMPORTED)
+    names = [distributions[package][0] for package in packages if package in distributions]
+    versions = [f"{name} {version(name)}" for name in names]
     yield f"{date.today()}, {os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}, load " \
           f"{os.getloadavg()[1]:.0f}, {', '.join(versions)}"
     yield ""
