@@ -111,3 +111,18 @@ def test_a_judge_grades_and_shows_how_far_it_can_be_trusted(tmp_path):
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "distill.py", "judge.py", "my_env.py", "own_estimator.py", "own_tasks.py", "play_with_a_function.py", "sft.py"}
+
+
+def test_a_game_in_one_file_is_played_by_the_policy_in_both_seats(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def careful(observation):
+        matches = int(observation["messages"][-1]["content"].split()[0])
+        return str(matches % 4 or 1)
+
+    seats = molt_gym.rollout("self_play:Nim-v0", careful, 8)
+    assert [seat.seat for seat in seats] == ["first", "second"] * 8
+    assert all(first.reward == -second.reward for first, second in zip(seats[::2], seats[1::2], strict=True))
+    alone = molt_gym.rollout("self_play:Nim-v0", careful, 40, env_kwargs={"opponent": "random"})
+    assert {seat.seat for seat in alone} == {"first", "second"}
+    assert sum(seat.info["result"] == "win" for seat in alone) > 30
