@@ -24,7 +24,7 @@ def test_suites_train_by_their_ids(train: Callable[..., Any]) -> None:
         pytest.importorskip(SUITES[suite].package)
     mixture = {env_id: {"weight": 1.0, "env_kwargs": kwargs} for env_id, kwargs in PLAYED.values()}
     result = train(env=mixture, rollout__max_context=1024, rollout__groups_per_step=3, rollout__group_size=2,
-                   eval__episodes=1)
+                   rollout__max_concurrency=2, eval__before=False, eval__after=False)
     seen = []
     for step in (1, 2):
         played = read_jsonl(result.run_dir / "rollouts" / f"step-{step:06d}.jsonl")
