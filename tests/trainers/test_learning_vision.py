@@ -32,7 +32,7 @@ def test_the_reward_rises_with_every_seed_and_only_for_who_looks(seed: int, tmp_
     lines, blank = script.one(seed, folder)
     (_, first), *_, (step, last) = script.scores(lines)
     rewards = script.rewards(lines)
-    assert first < 0.5 and step == script.STEPS and last >= script.GOAL
+    assert step == script.STEPS and last >= max(script.GOAL, first + 0.3)
     assert fmean(rewards[-5:]) > rewards[0] + 0.2
     assert blank < 0.5
 
