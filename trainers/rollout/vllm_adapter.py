@@ -33,15 +33,22 @@ def put_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: Lora) -> None:
 
 
 def _adapter(runner: Any, manager: Any, tensors: Mapping[str, Tensor], lora: Lora) -> LoRAModel:
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    # Renames alone are wanted; before vLLM 0.32 there was nothing else.
-    mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER, dict(tensors), PEFTHelper(r=lora.rank, lora_alpha=lora.alpha, target_modules=[]), device="cpu",
-        dtype=manager.lora_config.lora_dtype, weights_mapper=mapper)
+        dtype=manager.lora_config.lora_dtype, weights_mapper=renames(manager.model))
     places = set(manager.modules).union(*manager.packed_modules.values())
     # Each worker of a pipeline has layers of its own.
     if missing := set() if runner.parallel_config.pipeline_parallel_size > 1 else set(adapter.loras) - places:
         raise ValueError(f"adapter: vLLM has no place for {len(missing)} layers, such as {min(missing)}; write "
                          "actor.lora.transfer = 'merged'")
     return adapter
+
+
+def renames(model: Any) -> Any:
+    """What maps the checkpoint's names to those of a model of vLLM, and leaves q_proj apart from qkv_proj; or None."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    # By vLLM 0.32 and 0.25; mappers without either rename alone.
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper

@@ -80,7 +80,7 @@ class HostProcess:
     def close(self, reason: Exception) -> None:
         """Fail what is pending for `reason` and end the process, by force after `CLOSE_TIMEOUT`. Idempotent.
 
-        After a failure, which is a RunFailed, by force at once; then the log stays, as it does after a call that failed.
+        After a failure, which is a RunFailed, by force at once. The log stays then, and after a call that failed.
         """
         fine = self.ended is None and not isinstance(reason, RunFailed)
         orderly = fine and self.ready.done() and not self.ready.exception()
@@ -112,8 +112,8 @@ class HostProcess:
                     future.set_result(result)
                 else:
                     self._failed = True
-                    future.set_exception(RunFailed(f"the vLLM engine failed: {result}\nThe end of its log, {self.log}:\n"
-                                                   f"{self._last_lines()}"))
+                    future.set_exception(RunFailed(f"the vLLM engine failed: {result}\nThe end of its log, "
+                                                   f"{self.log}:\n{self._last_lines()}"))
         self._kill()
         self._fail(RunFailed(f"the vLLM engine's process ended (exit code {self._process.wait()}); the end of its log, "
                              f"{self.log}:\n{self._last_lines()}"))

@@ -3,6 +3,7 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ def with_adapter(model: Qwen3ForCausalLM, tensors: dict[str, torch.Tensor]) -> Q
                 layer = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
                 layer.weight += LORA.alpha / LORA.rank * tensors[name.replace("lora_A", "lora_B")] @ a
     return model
+
+
+@pytest.mark.parametrize("name", ["get_rename_mapper", "get_unstacked_mapper"])
+def test_names_are_mapped_without_joining_layers_in_old_and_new_vllm(name):
+    from molt_gym.trainers.rollout.vllm_adapter import renames
+
+    stacking, plain = SimpleNamespace(**{name: lambda: "renames"}), SimpleNamespace()
+    assert renames(SimpleNamespace(hf_to_vllm_mapper=stacking)) == "renames"
+    assert renames(SimpleNamespace(hf_to_vllm_mapper=plain)) is plain and renames(SimpleNamespace()) is None
 
 
 async def update(engine: VllmEngine, tensors: dict[str, torch.Tensor], version: int) -> None:
