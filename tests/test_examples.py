@@ -110,7 +110,8 @@ def test_a_judge_grades_and_shows_how_far_it_can_be_trusted(tmp_path):
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "distill.py", "judge.py", "my_env.py", "own_estimator.py", "own_tasks.py", "play_with_a_function.py", "sft.py"}
+        "distill.py", "judge.py", "my_env.py", "own_estimator.py", "own_tasks.py", "play_with_a_function.py",
+        "self_play.py", "sft.py"}
 
 
 def test_a_game_in_one_file_is_played_by_the_policy_in_both_seats(monkeypatch):

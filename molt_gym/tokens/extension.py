@@ -56,7 +56,7 @@ class Extension:
         if not tools and is_plain((shorter or messages)[-4:], reply, new_messages) and self.keeps_plain:
             if (ids := self._extend_plain(reply, new_messages, sampled_ids, limit, len(messages))) is not None:
                 return ids
-        if shorter is None or not self._writes_locally:
+        if shorter is None or not self.writes_locally:
             return self._extend(messages, reply, new_messages, tools, sampled_ids, keep, limit, len(messages))
         return self._extend(shorter, reply, new_messages, tools, sampled_ids, keep, limit, len(messages), brief=True)
 
@@ -147,7 +147,7 @@ class Extension:
         return reasoning.strip() in middle and content.strip() in middle
 
     @functools.cached_property
-    def _writes_locally(self) -> bool:
+    def writes_locally(self) -> bool:
         """Whether a window on a conversation shows what the template does with the whole."""
         for messages, reply, new, tools in probes():
             tools = tools if self._template.style.tools else ()
@@ -163,7 +163,7 @@ class Extension:
     @functools.cached_property
     def keeps_plain(self) -> bool:
         """Whether it never writes questions and answers anew, if there is no reasoning and there are no tools."""
-        if not self._writes_locally or self._template.style.thinks:
+        if not self.writes_locally or self._template.style.thinks:
             return False
         for messages, reply, new, _ in probes():
             for said in (reply, {**reply, "content": ODD_TEXT + _ODD_MARKUP}):

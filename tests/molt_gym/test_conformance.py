@@ -157,6 +157,14 @@ def can_be_made(env_id):
     return True
 
 
+@pytest.fixture
+def minigrid():
+    """Its ids, which go with the first test that imports it, as each test has the registry to itself."""
+    package = pytest.importorskip("minigrid")
+    if MINIGRID[0].partition(":")[2] not in gym.registry:
+        package.register_minigrid_envs()
+
+
 def makeable(suite, count, monkeypatch):
     """Some ids of a suite, the same ones each time, that need nothing else: no server, data of the hub or opponent."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -179,22 +187,25 @@ def test_a_sample_of_each_suite_keeps_to_the_contract(suite, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("env_id", MINIGRID)
-def test_envs_of_packages_that_register_with_gymnasium_keep_to_the_contract(env_id):
-    pytest.importorskip("minigrid")
+def test_envs_of_packages_that_register_with_gymnasium_keep_to_the_contract(minigrid, env_id):
     assert [finding for finding in check(env_id) if finding.problem] == []
 
 
 @pytest.mark.slow
-def test_every_env_plays_in_a_worker_of_ray_as_it_plays_here(monkeypatch):
+def test_every_env_plays_in_a_worker_of_ray_as_it_plays_here(minigrid, monkeypatch):
     ray = pytest.importorskip("ray")
     samples = [env_id for suite in INSTALLED for env_id in makeable(suite, 1, monkeypatch)]
     makers = [EnvMaker.of(env_id, {}) for env_id in (*SHIPPED, *MINIGRID[:1], *samples)]
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    # Other tests may have a cluster, which this process is then in.
+    alone = not ray.is_initialized()
+    if alone:
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         play = ray.remote(played)
         there = ray.get([play.remote(maker) for maker in makers], timeout=300)
     finally:
-        ray.shutdown()
+        if alone:
+            ray.shutdown()
     for maker, said in zip(makers, there, strict=True):
         here = played(maker)
         assert said == here if not maker.spec.nondeterministic else said[0] == here[0], maker.env_id

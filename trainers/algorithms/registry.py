@@ -59,11 +59,14 @@ class LossTraits:
 
 
 class Registry(Generic[T]):
-    """Functions by name, each with its traits. `option` is what a user writes the name into."""
+    """Functions by name, each with its traits. `option` is what a user writes the name into.
+
+    built_in: the names of those that are here.
+    """
 
     def __init__(self, option: str, home: str, built_in: Mapping[str, T], default: T) -> None:
         self._option, self._home, self._default = option, home, default
-        self._built_in = frozenset(built_in)
+        self.built_in = frozenset(built_in)
         self._traits = dict(built_in)
         self._functions: dict[str, Callable[..., Any]] = {}
 
@@ -80,7 +83,7 @@ class Registry(Generic[T]):
         def enter(function: F) -> F:
             known, here = self._functions.get(name), f"{function.__module__}.{function.__qualname__}"
             there = f"{known.__module__}.{known.__qualname__}" if known else here
-            foreign = name in self._built_in and function.__module__ != self._home
+            foreign = name in self.built_in and function.__module__ != self._home
             if foreign or (known and _origin(known) != _origin(function)):
                 raise ValueError(f"{self._option}: {name!r} is already {there if known else 'built in'}; register "
                                  f"{here} under another name")
@@ -126,7 +129,7 @@ class Registry(Generic[T]):
             except Exception as error:  # noqa: BLE001 - a user's file may raise anything
                 raise ValueError(f"{self._option}: {name!r}: importing {module!r} raised {type(error).__name__}: "
                                  f"{error}; write the name of a module that can be imported from here") from error
-        if short in self._traits and not (module and short in self._built_in):
+        if short in self._traits and not (module and short in self.built_in):
             return short
         close = difflib.get_close_matches(short, self._traits, 1)
         raise ValueError(f"{self._option}: there is no {short!r}{f' in {module}' if module else ''}; "

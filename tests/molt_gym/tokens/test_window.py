@@ -72,7 +72,7 @@ def pair(tokenizer_of):
     def make(template: str) -> tuple[Renderer, Renderer]:
         if template not in made:
             made[template] = Renderer(tokenizer_of(template, MARKERS)), Renderer(tokenizer_of(template, MARKERS))
-            made[template][1].__dict__["writes_locally"] = False
+            made[template][1]._extension.__dict__["writes_locally"] = False
         return made[template]
 
     return make
@@ -80,12 +80,12 @@ def pair(tokenizer_of):
 
 @pytest.mark.parametrize("family", LOCAL)
 def test_templates_of_most_models_need_only_the_end_of_a_conversation(pair, family):
-    assert pair(LOCAL[family])[0].writes_locally
+    assert pair(LOCAL[family])[0]._extension.writes_locally
 
 
 @pytest.mark.parametrize("family", GLOBAL)
 def test_a_template_that_needs_the_whole_conversation_gets_it(pair, family):
-    assert not pair(GLOBAL[family])[0].writes_locally
+    assert not pair(GLOBAL[family])[0]._extension.writes_locally
 
 
 @pytest.mark.parametrize("family", [*LOCAL, *GLOBAL])

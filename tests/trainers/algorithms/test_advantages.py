@@ -203,7 +203,8 @@ def test_asked_for_tokens_an_estimator_of_rollouts_gives_each_token_that_of_its_
 
 
 def test_every_built_in_estimator_is_there_and_tested():
-    assert sorted(ALL + TOKENS) == ESTIMATORS.names()
+    # Other tests may have registered some of their own.
+    assert sorted(ALL + TOKENS) == sorted(ESTIMATORS.built_in)
     assert all(callable(ESTIMATORS.function(name)) for name in ALL + TOKENS)
 
 
