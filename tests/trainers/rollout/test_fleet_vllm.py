@@ -61,6 +61,15 @@ def test_asynchronous_training_goes_on_when_an_engine_is_killed(train, wide_path
     assert not [child for child in psutil.Process().children() if "vllm_host" in command(child)]
 
 
+async def new_engine(fleet: EngineFleet) -> None:
+    """Wait until one that was started again wants weights; or tell what keeps it from that."""
+    try:
+        await asyncio.wait_for(fleet.wants_weights.wait(), 240)
+    except TimeoutError:
+        logs = [member._host.log.read_text(errors="replace")[-3000:] for member in fleet._newcomers]
+        pytest.fail(f"no engine has started again; {fleet._causes}; {logs}")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(wide_path, renderer) -> AsyncIterator[EngineFleet]:
     """Two engines, which are given up when a part of an update takes ten seconds."""
@@ -104,7 +113,7 @@ async def test_updates_reach_all_of_vllms_engines_and_one_that_is_killed_loses_n
     await asyncio.sleep(0.1)
     os.kill(fleet.members[0]._host.pid, signal.SIGKILL)
     await answers(model, replies)
-    await asyncio.wait_for(fleet.wants_weights.wait(), 300)
+    await new_engine(fleet)
     faults = fleet.take_faults()
     assert faults["engine_restarts"] == 1 and 1 <= faults["requeued"] <= 8
     assert len(fleet.members) == 1
@@ -136,7 +145,7 @@ async def test_an_engine_that_freezes_within_an_update_is_replaced_while_the_oth
             theirs = expected(models[version], [5 + number, 9], reply.ids)
             places = [place for place, stamp in enumerate(reply.versions) if stamp == version]
             assert [reply.logprobs[p] for p in places] == pytest.approx([theirs[p] for p in places], abs=1e-4)
-    await asyncio.wait_for(fleet.wants_weights.wait(), 300)
+    await new_engine(fleet)
     assert frozen.ended is not None and not psutil.pid_exists(frozen._host.pid)
     await update(13)
     assert len(fleet.members) == 2
