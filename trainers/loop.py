@@ -273,6 +273,8 @@ class Loop:
             await asyncio.to_thread(actor.close)
 
     def _make_actor(self) -> None:
+        # One that was lost must not hold its memory while another takes as much.
+        self.actor = None
         self.actor = made_to_stay(self.make_actor)
 
     async def _replace_actor(self) -> None:
