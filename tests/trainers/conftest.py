@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from molt_gym import ChatEnv, Turn
 from molt_gym.tokens import Renderer
+from molt_gym.trainers.algorithms.registry import ESTIMATORS, LOSSES
 
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '')"
@@ -52,6 +53,18 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(config).float().save_pretrained(path)
     torch.random.set_rng_state(state)
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _algorithms_of_a_module_are_unknown_to_the_next() -> Iterator[None]:
+    """Those that tests register, and the modules they are in, so that importing these registers them again."""
+    registries = [ESTIMATORS, LOSSES]
+    before = [set(registry.names()) for registry in registries]
+    yield
+    for registry, known in zip(registries, before, strict=True):
+        for name in {*registry.names()} - known:
+            sys.modules.pop(registry.function(name).__module__, None)
+            del registry._functions[name], registry._traits[name]
 
 
 @pytest.fixture(scope="session")
