@@ -1,12 +1,12 @@
 """What a model wrote, taken apart: reasoning, content and tool calls.
 
-Invariant: parsing never raises and never loses text. A reply whose tool calls cannot all be read is kept as content, as
-it was written. A new form of tool call is one function from the text between the markers to a name and arguments, in
-`TOOL_CALL_FORMS`.
+Invariant: parsing never raises and never loses text. A reply whose tool calls cannot all be read, or to which no tools
+were offered, is kept as content, as it was written. A new form of tool call is one function from the text between the
+markers to a name and arguments, in `TOOL_CALL_FORMS`.
 
-Llama 3 writes calls as bare JSON. That is a call where tools are offered and all of the content (or all that follows
-`<|python_tag|>`) is such JSON; without the tag, its names must be those of offered tools as well, for a model may well
-have been asked to answer in JSON.
+Llama 3 writes calls as bare JSON. That is a call where all of the content (or all that follows `<|python_tag|>`) is
+such JSON; without the tag, its names must be those of offered tools as well, for a model may well have been asked to
+answer in JSON.
 """
 
 import json
@@ -35,13 +35,13 @@ def parse_reply(text: str, messages: Sequence[Message] = (), *, thinking: bool =
         text: a reply without its end-of-turn token.
         messages: what it answers; the ids of tool calls go on from theirs.
         thinking: the prompt ended inside a `<think>` block.
-        tools: schemas that say which arguments are strings.
+        tools: that may be called, with schemas that say which arguments are strings.
 
     Returns:
         A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.
     """
     reasoning, content = split_reasoning(text, thinking=thinking)
-    found = _marked_calls(content, tools) or _bare_calls(content, tools)
+    found = (_marked_calls(content, tools) or _bare_calls(content, tools)) if tools else None
     if found is None:
         return message_of(content, None, reasoning)
     calls = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found[0]]
@@ -124,7 +124,7 @@ def _end_of_call(content: str, start: int) -> int:
 def _bare_calls(content: str, tools: Tools) -> tuple[list[Call], str] | None:
     """`{"name": "add", "parameters": {"a": 1}}; {...}`, the form of Llama 3, and the text before its tag."""
     text, tag, body = content.rpartition(_PYTHON_TAG)
-    if not tools or not _BARE_CALL.match(body):
+    if not _BARE_CALL.match(body):
         return None
     calls, position = [], 0
     while position < len(body):

@@ -158,7 +158,7 @@ class Renderer:
 
         Args:
             messages: what the reply answers; the ids of its tool calls go on from theirs.
-            tools: schemas that say which arguments are strings.
+            tools: that may be called, with schemas that say which arguments are strings.
             stop: stop strings; the message ends before the first of them.
         """
         if len(ids) and ids[-1] in self.stop_token_ids:

@@ -116,6 +116,17 @@ async def test_a_broken_call_of_the_policy_is_text_and_the_sampled_ids_stay(agen
     assert agent.session.respondent.malformed_calls == 1 and agent.session.respondent.tool_calls == 0
 
 
+@every_wire
+@pytest.mark.parametrize("offered", [False, True], ids=["absent", "none"])
+async def test_what_looks_like_a_call_is_text_where_no_tool_may_be_called(agent_of, engine, wire, name, offered):
+    agent, engine.always = agent_of("tools", max_tokens=512), [*call_ids("Rome"), END]
+    none = {"type": "none"} if name == "messages" else "none"
+    reply = await agent.ask(name, OK, **({"tools": TOOLS[name], "tool_choice": none} if offered else {}))
+    assert wire.text_of(reply).startswith("<tool_call>") and results_of(reply) == []
+    await agent.ask(name, OK, *wire.said(reply), OK)
+    assert len(agent.rows) == 1
+
+
 def results_of(reply) -> list:
     """What a program sends back for the calls of a reply."""
     if hasattr(reply, "choices"):

@@ -11,6 +11,10 @@ THINK, END_THINK, END = 259, 260, 257
 CALL, END_CALL = 267, 268
 
 
+def offer(*names) -> list[dict]:
+    return [{"type": "function", "function": {"name": name, "parameters": {}}} for name in names]
+
+
 def ids(*parts) -> list[int]:
     return [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
 
@@ -48,9 +52,9 @@ def test_reasoning_is_what_stands_in_a_leading_block_of_real_markers(renderer_of
 
 def test_spelled_markers_count_where_the_tokenizer_has_none_of_its_own(renderer_of):
     reply = 'sure\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    message = renderer_of("chatml").parse(ids(reply, END))
+    message = renderer_of("chatml").parse(ids(reply, END), tools=offer("add"))
     assert message["content"] == "sure" and message["tool_calls"][0]["function"]["name"] == "add"
-    assert renderer_of("tools").parse(ids(reply, END)) == {"role": "assistant", "content": reply}
+    assert renderer_of("tools").parse(ids(reply, END), tools=offer("add")) == {"role": "assistant", "content": reply}
 
 
 def test_private_use_characters_of_the_model_are_its_own(renderer_of):
@@ -61,7 +65,8 @@ def test_tool_calls_are_read_and_numbered_through_the_conversation(renderer_of):
     renderer = renderer_of("tools")
     one, two = '{"name": "add", "arguments": {"a": "<|im_end|> é"}}', '\n{"name": "stop"}\n'
     sampled = ids("sure\n", CALL, one, END_CALL, "\n", CALL, two, END_CALL, END)
-    message = renderer.parse(sampled)
+    tools = offer("add", "stop")
+    message = renderer.parse(sampled, tools=tools)
     assert message["content"] == "sure"
     assert [call["id"] for call in message["tool_calls"]] == ["call00000", "call00001"]
     assert [call["function"] for call in message["tool_calls"]] == [
@@ -69,8 +74,8 @@ def test_tool_calls_are_read_and_numbered_through_the_conversation(renderer_of):
         {"name": "stop", "arguments": "{}"},
     ]
     validate_message(message)
-    assert renderer.parse(sampled, [message, message])["tool_calls"][0]["id"] == "call00004"
-    assert renderer.parse(sampled) == message
+    assert renderer.parse(sampled, [message, message], tools)["tool_calls"][0]["id"] == "call00004"
+    assert renderer.parse(sampled, tools=tools) == message
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_tool_calls_are_read_and_numbered_through_the_conversation(renderer_of):
 )
 def test_a_tool_call_that_cannot_be_read_stays_content(renderer_of, call):
     good = ids(CALL, '{"name": "add"}', END_CALL)
-    message = renderer_of("tools").parse([*good, *ids(CALL, call, END_CALL, END)])
+    message = renderer_of("tools").parse([*good, *ids(CALL, call, END_CALL, END)], tools=offer("add"))
     expected = f'<tool_call>{{"name": "add"}}</tool_call><tool_call>{call}</tool_call>'
     assert message == {"role": "assistant", "content": expected}
 
@@ -106,7 +111,7 @@ def test_a_tool_call_that_cannot_be_read_stays_content(renderer_of, call):
     ],
 )
 def test_a_tool_call_without_both_its_markers_stays_content(renderer_of, sampled):
-    assert "tool_calls" not in renderer_of("tools").parse(sampled)
+    assert "tool_calls" not in renderer_of("tools").parse(sampled, tools=offer("f"))
 
 
 def test_calls_in_tags_are_read_with_the_types_of_the_schema(renderer_of):
@@ -116,10 +121,6 @@ def test_calls_in_tags_are_read_with_the_types_of_the_schema(renderer_of):
     body += "<parameter=other>\nx\ny\n</parameter>\n</function>\n"
     message = renderer_of("tools").parse(ids(CALL, body, END_CALL, END), tools=tools)
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "1", "n": 3, "other": "x\ny"}
-
-
-def offer(*names) -> list[dict]:
-    return [{"type": "function", "function": {"name": name, "parameters": {}}} for name in names]
 
 
 def calls_of(message) -> list[tuple]:
@@ -166,7 +167,7 @@ def test_bare_json_that_is_no_call_stays_content(reply, malformed):
 def test_a_closing_marker_that_an_argument_spells_closes_nothing():
     one = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}\n</tool_call>'
     two = "<tool_call>\n<function=g>\n<parameter=b>\n</tool_call>\n</parameter>\n</function>\n</tool_call>"
-    message = parse_reply(f"<think>hm</think>one {one} two {two} three")
+    message = parse_reply(f"<think>hm</think>one {one} two {two} three", tools=offer("f", "g"))
     assert calls_of(message) == [("f", {"a": "</tool_call><tool_call>"}), ("g", {"b": "</tool_call>"})]
     assert message["content"] == "one  two  three" and message["reasoning_content"] == "hm"
     assert malformed_calls(message) == 0
@@ -181,13 +182,13 @@ def test_a_closing_marker_that_an_argument_spells_closes_nothing():
     ],
 )
 def test_calls_that_were_cut_or_run_together_stay_content_and_are_counted(reply, malformed):
-    message = parse_reply(reply)
+    message = parse_reply(reply, tools=offer("f"))
     assert message == {"role": "assistant", "content": reply} and malformed_calls(message) == malformed
 
 
 def test_arguments_under_the_name_parameters_are_not_lost():
     reply = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
-    assert calls_of(parse_reply(reply)) == [("f", {"a": 1})]
+    assert calls_of(parse_reply(reply, tools=offer("f"))) == [("f", {"a": 1})]
 
 
 def test_the_length_of_reasoning_is_what_was_sampled_to_its_end(renderer_of, monkeypatch):
@@ -207,9 +208,9 @@ def test_bytes_that_are_no_text_become_replacement_characters(renderer_of):
 @given(sampled=st.lists(st.integers(0, 300) | st.sampled_from([THINK, END_THINK, CALL, END_CALL, END])))
 def test_parsing_never_fails_and_gives_a_legal_message(renderer_of, sampled):
     for template in ("toy", "tools", "opens thinking"):
-        message = renderer_of(template).parse(sampled)
+        message = renderer_of(template).parse(sampled, tools=offer("f"))
         validate_message(message)
-        assert message == renderer_of(template).parse(list(sampled))
+        assert message == renderer_of(template).parse(list(sampled), tools=offer("f"))
 
 
 @given(
@@ -218,4 +219,4 @@ def test_parsing_never_fails_and_gives_a_legal_message(renderer_of, sampled):
     )
 )
 def test_replies_made_of_call_syntax_are_legal_messages(renderer_of, parts):
-    validate_message(renderer_of("tools").parse(ids(*parts)))
+    validate_message(renderer_of("tools").parse(ids(*parts), tools=offer("f")))
