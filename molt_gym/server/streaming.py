@@ -65,4 +65,7 @@ async def _begin_stream(request: web.BaseRequest, headers: dict[str, str]) -> we
 def _sse(event: Event) -> bytes:
     name, data = event
     text = data.encode() if isinstance(data, str) else encode(data)
+    # Clients that read text by lines, as httpx does, take these for the ends of lines.
+    for end in ("\x85", "\u2028", "\u2029"):
+        text = text.replace(end.encode(), b"\\u%04x" % ord(end))
     return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % text

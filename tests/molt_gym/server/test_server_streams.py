@@ -1,6 +1,7 @@
 """Streams, read by the SDKs: the same as the reply, recorded before they end, alive while the engine works."""
 
 import asyncio
+import json
 
 import aiohttp
 import anthropic
@@ -175,6 +176,19 @@ async def test_a_failure_after_the_stream_began_reaches_the_sdk_as_an_error(agen
     assert (agent.session.turns, agent.rows) == (0, [])
     engine.seconds = 0.0
     assert wire.text_of(await agent.ask(name, OK)) == "hello"
+
+
+@every_wire
+async def test_clients_that_split_lines_as_text_get_every_event_whole(agent, engine, wire, name):
+    said = "a\x85b\u2028c\u2029d\ve\ff\x1cg\n"
+    engine.always = [*said.encode(), END]
+    body = {"model": "m", "messages": [OK], "input": [OK], "max_tokens": 64, "stream": True}
+    async with aiohttp.ClientSession(headers={"x-api-key": agent.session.key}) as client:
+        async with client.post(agent.session.url + wire.paths[name], json=body) as response:
+            lines = [line.partition(": ") for line in (await response.text()).splitlines() if line]
+    assert {kind for kind, _, _ in lines} <= {"event", "data"}
+    events = [json.loads(data) for kind, _, data in lines if kind == "data" and data != "[DONE]"]
+    assert len(events) > 2 and all(repr(letter)[1:-1] in repr(events) for letter in said)
 
 
 @every_wire
