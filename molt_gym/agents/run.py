@@ -11,7 +11,7 @@ import contextvars
 import inspect
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -204,15 +204,23 @@ def _env_failure(error: BaseException) -> EnvFailure | None:
     return error if isinstance(error, EnvFailure) else None
 
 
-def _code(error: BaseException | None) -> str | None:
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it groups or comes of, each once: `raise error from error` ties it to itself."""
+    seen: set[int] = set()
+    found: list[BaseException | None] = [error]
+    while found:
+        one = found.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            found += [one.__context__, one.__cause__, *reversed(inner)]
+
+
+def _code(error: BaseException) -> str | None:
     """Which refusal of the server an SDK's error is, or comes of."""
-    while error is not None:
-        if isinstance(error, BaseExceptionGroup):
-            return next(filter(None, map(_code, error.exceptions)), None)
-        if code := getattr(getattr(error, "response", None), "headers", {}).get(CODE_HEADER):
-            return code
-        error = error.__cause__ or error.__context__
-    return None
+    headers = (getattr(getattr(one, "response", None), "headers", None) for one in _chain(error))
+    return next((code for each in headers if isinstance(each, Mapping) and (code := each.get(CODE_HEADER))), None)
 
 
 def _described(error: BaseException) -> str:
@@ -222,10 +230,7 @@ def _described(error: BaseException) -> str:
     return f"{summary}\n{''.join(traceback.format_tb(error.__traceback__, limit=-4))}".rstrip()
 
 
-def _release(error: BaseException | None) -> None:
+def _release(error: BaseException) -> None:
     """Lets go of what the agent's frames hold, such as open sockets; the lines of the traceback stay."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        for inner in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
-            _release(inner)
-        error = error.__context__
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)

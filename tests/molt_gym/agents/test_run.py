@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -189,6 +190,28 @@ async def test_turns_that_are_used_up_cut_the_run_off(play):
             ctx.add_reward(1)
 
     assert await play(agent, max_turns=3) == Result(3.0, truncated=True)
+
+
+async def test_an_error_that_comes_of_itself_fails_the_run(play):
+    def agent(ctx):
+        error = ValueError("mine")
+        error.response = SimpleNamespace(headers=None)
+        raise error from error
+
+    assert (await failure_of(play, agent)).detail.startswith("ValueError: mine")
+
+
+async def test_a_refusal_that_a_framework_wraps_and_raises_on_cuts_the_run_off(play):
+    def agent(ctx):
+        try:
+            [ask_sync(ctx), ask_sync(ctx)]
+        except openai.APIError as refused:
+            try:
+                raise RuntimeError("framework") from refused
+            except RuntimeError as wrapped:
+                raise refused from wrapped
+
+    assert await play(agent, max_turns=1) == Result(truncated=True)
 
 
 async def test_a_run_without_turns_left_that_is_cancelled_keeps_its_reward(start):
