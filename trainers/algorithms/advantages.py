@@ -70,7 +70,8 @@ def estimate_advantages(name: str, rewards: Tensor, groups: Tensor, tokens: Tens
         [R] float64.
 
     Raises:
-        ValueError: a reward is not finite, the shapes differ, or the estimator is unknown or works on tokens.
+        ValueError: a reward is not finite, the shapes differ, the estimator is unknown or works on tokens, or what it
+            returned is not a finite number for each rollout.
     """
     if not rewards.shape == groups.shape == tokens.shape or rewards.dim() != 1:
         raise ValueError(f"rewards, groups and tokens have shapes {tuple(rewards.shape)}, {tuple(groups.shape)} and "
@@ -79,7 +80,7 @@ def estimate_advantages(name: str, rewards: Tensor, groups: Tensor, tokens: Tens
     if traits.per_token:
         raise ValueError(f"algorithm.estimator: {name!r} works on tokens; call estimate_token_advantages")
     rewards, tokens = _finite("rewards", rewards), tokens.double()
-    values = ESTIMATORS.function(name)(rewards, groups, tokens)
+    values = _checked(name, ESTIMATORS.function(name)(rewards, groups, tokens), rewards)
     return whiten(values, tokens) if traits.whitens else values
 
 
@@ -95,7 +96,8 @@ def estimate_token_advantages(
         options: discount, λ and KL coefficient.
 
     Raises:
-        ValueError: a number is not finite, shapes differ, or what the estimator needs is not there.
+        ValueError: a number is not finite, shapes differ, what the estimator needs is not there, or what it returned
+            is not a finite number for each token.
     """
     traits = ESTIMATORS.traits(name)
     if not traits.per_token:
@@ -114,7 +116,7 @@ def estimate_token_advantages(
         tokens[field] = None if given is None else _finite(field, given)[order]
     ordered = replace(batch, rewards=_finite("rewards", batch.rewards), rollouts=batch.rollouts[order], **tokens)
     place = order.argsort()
-    advantages = ESTIMATORS.function(name)(ordered, options)[place]
+    advantages = _checked(name, ESTIMATORS.function(name)(ordered, options), ordered.rollouts)[place]
     returns = advantages + batch.values.double() if traits.needs_critic else None
     return TokenEstimate(whiten(advantages) if traits.whitens else advantages, returns)
 
@@ -124,6 +126,17 @@ def _finite(name: str, values: Tensor) -> Tensor:
     if len(bad):
         raise ValueError(f"{name}[{bad[0]}]: {values[bad[0]].item()} is not finite; leave the rollout out of the batch")
     return values.double()
+
+
+def _checked(name: str, found: Tensor, like: Tensor) -> Tensor:
+    """What an estimator gave, which may be a user's: a finite number for each rollout or token of `like`."""
+    if not isinstance(found, Tensor) or found.shape != like.shape:
+        what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"algorithm.estimator: {name!r} returned {what}; return a tensor {list(like.shape)}")
+    if not found.isfinite().all():
+        raise ValueError(f"algorithm.estimator: {name!r} returned numbers that are not finite; return finite ones, and "
+                         "mind groups of one and of equal rewards")
+    return found.double()
 
 
 def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -1,8 +1,9 @@
-"""Log-probabilities of tokens under logits; sampler and trainer both use these, so equal logits give equal bits.
+"""Log-probabilities of tokens under logits, as sampler and trainer compute them, each in the shape that it needs.
 
 Invariant: the logits at position i score the token at i + 1, in float32, under the sampling temperature.
 """
 
+import torch
 from torch import Tensor
 
 __all__ = ["entropy", "next_token_logprobs", "token_logprobs"]
@@ -29,6 +30,6 @@ def next_token_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """-Σ p·log p of softmax(logits/temperature), [...] for logits [..., V], in nats."""
+    """-Σ p·log p of softmax(logits/temperature), [...] for logits [..., V], in nats; a logit of -inf adds nothing."""
     logp = (logits.float() / temperature).log_softmax(-1)
-    return -(logp.exp() * logp).sum(-1)
+    return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)

@@ -4,6 +4,7 @@ Invariants: shaping never pays for a reply that was cut; the filter judges a gro
 """
 
 from collections.abc import Sequence
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -40,4 +41,4 @@ def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
 
 def trains(scores: Sequence[float], low: float, high: float) -> bool:
     """Whether a group of rollouts with these scores teaches anything: low < mean < high (DAPO's dynamic sampling)."""
-    return len(scores) > 0 and low < sum(scores) / len(scores) < high
+    return len(scores) > 0 and low < mean(scores) < high

@@ -38,3 +38,10 @@ def test_entropy_of_even_and_certain_distributions():
     values = entropy(tensor([[0.5, 0.5, 0.5], [100.0, 0.0, 0.0]]))
     torch.testing.assert_close(values, tensor([math.log(3), 0.0]))
     assert entropy(tensor([[0.0, 1.0]]), temperature=1e3).item() == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_token_that_cannot_come_has_no_share_in_the_entropy_and_no_gradient():
+    logits = tensor([[1.0, 1.0, -math.inf]], requires_grad=True)
+    value = entropy(logits)
+    value.sum().backward()
+    assert value.item() == pytest.approx(math.log(2)) and logits.grad.tolist() == [[0, 0, 0]]

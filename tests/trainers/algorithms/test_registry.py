@@ -59,6 +59,28 @@ def test_a_loss_in_a_file_of_the_users_own_is_found_by_name_and_by_its_short_nam
     assert policy_loss("flat", logp, *rest)[0].item() == 2
 
 
+@pytest.mark.parametrize(("per_token", "function", "message"), [
+    (False, lambda rewards, *_: rewards[:, None] - rewards, r"returned a tensor \[3, 3\]; return a tensor \[3\]"),
+    (False, lambda rewards, *_: rewards.tolist(), r"returned list; return a tensor \[3\]"),
+    (False, lambda rewards, *_: rewards / 0, "not finite"),
+    (True, lambda batch, _: batch.rewards, r"returned a tensor \[3\]; return a tensor \[4\]")])
+def test_what_a_users_estimator_returns_is_one_finite_number_each(own_file, per_token, function, message):
+    register_estimator("own", EstimatorTraits(per_token=per_token))(function)
+    batch = TokenBatch(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1, 2]))
+    with pytest.raises(ValueError, match=f"algorithm.estimator: 'own' .*{message}"):
+        estimate_token_advantages("own", batch)
+
+
+@pytest.mark.parametrize("of", [
+    lambda loss: loss, lambda loss: (loss.mean(), loss > 0), lambda loss: (loss[:, None], loss > 0),
+    lambda loss: (loss, False), lambda loss: (loss, loss > 0, loss)])
+def test_what_a_users_loss_returns_is_a_loss_and_a_mark_for_each_token(own_file, of):
+    register_loss("own")(lambda logp, old_logp, advantages, rows, options: of(-advantages * logp))
+    one, rows = torch.ones(2), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"algorithm.loss: 'own' must return two tensors \[2\]"):
+        policy_loss("own", one, one, one, one, rows)
+
+
 def test_what_a_users_function_declares_is_validated(own_file):
     found = problems(Settings(estimator="my_algorithms:best_of_group", group_size=2, loss="my_algorithms:flat",
                               updates_per_batch=4, dual_clip=3.0))

@@ -39,3 +39,7 @@ def test_the_filter_trains_groups_that_are_neither_solved_nor_hopeless():
 
 def test_the_filter_keeps_a_group_whole():
     assert trains([0.0] + [0.95] * 7, 0, 1)
+
+
+def test_the_filter_knows_equal_scores_for_what_they_are_in_spite_of_rounding():
+    assert not trains([0.1] * 3, 0.1, 1) and not trains([0.7] * 7, 0, 0.7)
