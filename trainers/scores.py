@@ -138,13 +138,28 @@ def summary(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k)/C(n, k): the chance that k of n attempts, c of them passing, hold one that passes (Chen 2021)."""
-    return 1 - comb(n - c, k) / comb(n, k)
+    """1 - C(n-c, k)/C(n, k): the chance that k of n attempts, c of them passing, hold one that passes (Chen 2021).
+
+    Raises:
+        ValueError: not 1 <= k <= n and 0 <= c <= n: fewer attempts than k do not tell.
+    """
+    return 1 - _share(n, n - c, k)
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """C(c, k)/C(n, k), pass^k: the chance that k of n attempts, c of them passing, all pass (Yao 2024)."""
-    return comb(c, k) / comb(n, k)
+    """C(c, k)/C(n, k), pass^k: the chance that k of n attempts, c of them passing, all pass (Yao 2024).
+
+    Raises:
+        ValueError: as `pass_at_k`.
+    """
+    return _share(n, c, k)
+
+
+def _share(n: int, some: int, k: int) -> float:
+    """Of the draws of k from n, the share that holds only those `some`."""
+    if not (1 <= k <= n and 0 <= some <= n):
+        raise ValueError(f"k: {k} of {n} attempts; write k from 1 to n, and no more passes than n")
+    return comb(some, k) / comb(n, k)
 
 
 def chances(tasks: Iterable[TaskScore], k: int, of: Any) -> list[float]:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from molt_gym.tokens import Failure, Row, Trajectory
-from molt_gym.trainers.scores import TaskScore, interval, pass_hat_k, summarize, summary
+from molt_gym.trainers.scores import TaskScore, interval, pass_at_k, pass_hat_k, summarize, summary
 
 
 def attempts(*rewards, index=0, tokens=2):
@@ -17,6 +17,13 @@ def attempts(*rewards, index=0, tokens=2):
     (4, 1, 1, 0.25), (4, 2, 2, 1 / 6), (4, 4, 4, 1.0), (4, 3, 4, 0.0), (5, 0, 2, 0.0), (10, 8, 3, 56 / 120)])
 def test_pass_hat_k_is_the_share_of_draws_of_k_that_all_pass(n, c, k, value):
     assert pass_hat_k(n, c, k) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("of", [pass_at_k, pass_hat_k])
+@pytest.mark.parametrize("counts", [(3, 0, 4), (0, 0, 1), (3, 4, 2), (3, 1, 0)])
+def test_fewer_attempts_than_k_tell_nothing_and_are_no_score(of, counts):
+    with pytest.raises(ValueError, match=f"k: {counts[2]} of {counts[0]} attempts"):
+        of(*counts)
 
 
 @pytest.mark.parametrize("of", ["pass_at", "pass_hat"])
