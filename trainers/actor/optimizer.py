@@ -78,8 +78,8 @@ def _step_of(direction: Tensor) -> Tensor:
 def make_optimizers(model: nn.Module, named: Mapping[str, nn.Parameter], config: ActorConfig) -> list[Optimizer]:
     """What trains the parameters `named` of `model`; each group's rate is the run's times its `factor`.
 
-    With muon it takes the matrices of the hidden layers; embeddings, head, vectors and stacks of matrices are AdamW's.
-    Matrices decay, norms and biases do not.
+    With muon it takes the matrices of the hidden layers; embeddings, head, vectors and stacks are AdamW's. Matrices
+    decay; norms and biases do not, those of experts or heads included, which are stacks of vectors.
 
     Raises:
         ConfigError: a pattern of `actor.lr_groups` fits no parameter.
@@ -90,9 +90,10 @@ def make_optimizers(model: nn.Module, named: Mapping[str, nn.Parameter], config:
              for parameter in module.parameters()}
     groups: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        muon = config.optimizer == "muon" and parameter.ndim == 2 and parameter not in outer
+        decays = parameter.ndim > 1 and not name.removesuffix(".weight").endswith(("norm", "bias"))
+        muon = config.optimizer == "muon" and decays and parameter.ndim == 2 and parameter not in outer
         # Fused kernels take parameters of one mesh.
-        key = (muon, factors[name], parameter.ndim > 1, getattr(parameter, "device_mesh", None))
+        key = (muon, factors[name], decays, getattr(parameter, "device_mesh", None))
         groups.setdefault(key, []).append(parameter)
     split: dict[bool, list[dict[str, Any]]] = {}
     for (muon, factor, decays, _), parameters in groups.items():

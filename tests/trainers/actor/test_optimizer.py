@@ -51,6 +51,8 @@ class Model(nn.Module):
             self.embed = nn.Embedding(5, 33)
             self.up, self.down = nn.Linear(33, 48), nn.Linear(48, 33, bias=False)
             self.experts = nn.Parameter(torch.randn(2, 3, 4))
+            self.experts_bias = nn.Parameter(torch.randn(2, 4))
+            self.q_norm = nn.LayerNorm((2, 4), bias=False)
             self.head = nn.Linear(33, 5, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -83,7 +85,7 @@ def trained(model: nn.Module, config: ActorConfig, steps: int = 3) -> dict[str, 
     return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named.items()}
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_matrices_decay_and_vectors_and_stacks_of_them_do_not() -> None:
     for optimizer in ("adamw", "muon"):
         model = Model()
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -93,7 +95,8 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         for made in make_optimizers(model, dict(model.named_parameters()), config):
             made.step()
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), before[name] * (1 if name == "up.bias" else 0.95))
+            still = name in ("up.bias", "experts_bias", "q_norm.weight")
+            torch.testing.assert_close(parameter.detach(), before[name] * (1 if still else 0.95))
 
 
 def test_muon_takes_the_matrices_of_hidden_layers_and_makes_the_steps_of_torchs_own() -> None:
@@ -104,8 +107,9 @@ def test_muon_takes_the_matrices_of_hidden_layers_and_makes_the_steps_of_torchs_
     muon = torch.optim.Muon([plain.get_parameter(name) for name in hidden], lr=1e-2, weight_decay=0.1, momentum=0.9,
                             adjust_lr_fn="match_rms_adamw")
     others = [parameter for name, parameter in plain.named_parameters() if name not in hidden]
-    adamw = torch.optim.AdamW([{"params": [p for p in others if p.ndim > 1], "weight_decay": 0.1},
-                               {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0}],
+    decayed = [plain.embed.weight, plain.experts, plain.head.weight]
+    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1},
+                               {"params": list(set(others) - set(decayed)), "weight_decay": 0.0}],
                               lr=1e-2, betas=config.betas, eps=config.eps)
     for step in range(3):
         gradients(plain, step)
@@ -122,7 +126,8 @@ def test_groups_have_rates_of_their_own_and_the_last_pattern_that_fits_counts() 
         model, dict(model.named_parameters()), config) for group in optimizer.param_groups
         for parameter in group["params"]}
     assert {name: factors[id(parameter)] for name, parameter in model.named_parameters()} == {
-        "embed.weight": 0.5, "up.weight": 3.0, "up.bias": 3.0, "down.weight": 3.0, "experts": 3.0, "head.weight": 3.0}
+        "embed.weight": 0.5, "up.weight": 3.0, "up.bias": 3.0, "down.weight": 3.0, "experts": 3.0, "experts_bias": 3.0,
+        "q_norm.weight": 3.0, "head.weight": 3.0}
 
 
 def test_a_pattern_that_fits_no_parameter_is_refused() -> None:
