@@ -4,6 +4,7 @@ Both run the decoder and the output head themselves: with masks of their own, an
 to its logits. What they would get silently wrong is refused.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,9 @@ from molt_gym.tokens.vision import MODELS as VISION_MODELS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configurations name the number of experts."""
+_ATTENTION_CHANGES = ("attention_mask", "sliding_window", "softcap", "s_aux", "position_bias", "indices",
+                      "block_indices")
+"""What layers ask of an attention that is another one than each token's to all before it."""
 _LOGIT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
 
 
@@ -36,9 +40,26 @@ def check_architecture(config: PreTrainedConfig, max_context: int) -> None:
         if getattr(config, name, neutral) not in (neutral, None):
             raise ConfigError(f"model: {config.model_type} changes its logits ({name} = {getattr(config, name)}), "
                               "which is not supported; choose another model")
-    if max_context > config.max_position_embeddings:
-        raise ConfigError(f"rollout.max_context: {max_context} is more than the model's "
-                          f"{config.max_position_embeddings} positions; write at most that")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        raise ConfigError(f"model: {config.model_type} has no number of positions (max_position_embeddings), so its "
+                          "attention is another one than is supported; choose another model")
+    if max_context > positions:
+        raise ConfigError(f"rollout.max_context: {max_context} is more than the model's {positions} positions; write "
+                          "at most that")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_context > (short := rope["original_max_position_embeddings"]):
+        raise ConfigError(f"rollout.max_context: {max_context} is more than {short} positions, beyond which "
+                          f"{config.model_type} turns whole rows by other angles (longrope), and rows in one batch "
+                          "share theirs; write at most that")
+
+
+def check_attention(layer: nn.Module | None, asked: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a layer asks for an attention that would be another one than it gets."""
+    for name in _ATTENTION_CHANGES:
+        if asked.get(name) is not None:
+            raise ConfigError(f"model: {type(layer).__name__} asks for attention with {name}, which is not supported; "
+                              "choose another model")
 
 
 def sees(config: PreTrainedConfig) -> bool:

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
+from molt_gym.errors import ConfigError
+
+from ..architecture import check_attention
 from .fused import fused
 
 if TYPE_CHECKING:
@@ -86,18 +89,24 @@ class Visible:
 
 
 def attend(
-    _module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None = None, *,
-    visible: Visible, context: "Context | None" = None, scaling: float | None = None, **_: Any,
+    layer: torch.nn.Module | None, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
+    visible: Visible | None = None, context: "Context | None" = None, scaling: float | None = None, **asked: Any,
 ) -> tuple[Tensor, None]:
     """Grouped-query attention: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D].
 
     context: the ranks that have the other tokens of the sequence, which `visible` is of as a whole.
+
+    Raises:
+        ConfigError: the layer asks for another attention.
     """
+    check_attention(layer, {**asked, "attention_mask": attention_mask})
+    if visible is None:
+        raise ConfigError(f"model: {type(layer).__name__} is not handed what is packed; choose another model")
     if context is not None:
         query, key, value = context.to_heads(query, key, value)
     run = sparse if query.device.type == "cuda" else dense
     out = run(query, key, value, visible, scaling)
-    return (out if context is None else context.to_tokens(out)).transpose(1, 2), None
+    return (out if context is None else context.to_tokens(out)).transpose(1, 2).contiguous(), None
 
 
 @torch.compiler.disable

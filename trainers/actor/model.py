@@ -60,7 +60,7 @@ class Policy(nn.Module):
         self, model: nn.Module, layout: Layout | None = None, *, critic: bool = False, exact: bool = False
     ) -> None:
         super().__init__()
-        if not getattr(model, "_supports_attention_backend", True):
+        if not getattr(model, "_supports_attention_backend", True) or not hasattr(decoder_of(model), "layers"):
             raise ConfigError(f"model: {type(model).__name__} computes attention in its own way, so rows cannot be "
                               "packed; choose another model")
         self.model, self._layout, self._critic, self._exact = model, layout, critic, exact

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
+from ..architecture import check_attention
+
 ATTENTION = "molt_gym_slots"
 
 
@@ -79,18 +81,19 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attend(
-    module: torch.nn.Module,
+    layer: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    **_: object,
+    **asked: object,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention that folds the heads of a group into the query axis instead of copying keys.
 
     query [B, H, T, D], key and value [B, G, L, D], attention_mask [B, 1, T, L] -> [B, T, H, D].
     """
+    check_attention(layer, asked)
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     query = query.reshape(batch, groups, heads // groups * length, width)

@@ -4,12 +4,17 @@ import random
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from molt_gym.trainers.actor.attention import BLOCK, Visible, attend, sparse
+from molt_gym.errors import ConfigError
+from molt_gym.trainers.actor.attention import ATTENTION, BLOCK, Visible, attend, sparse
+from molt_gym.trainers.actor.model import Policy
+from molt_gym.trainers.actor.packing import TrainRow, build_trie, collate
+from molt_gym.trainers.architecture import check_architecture
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
@@ -65,3 +70,31 @@ def test_flex_attention_computes_what_torch_does(heads: int, groups: int, width:
     query, key, value = (torch.randn(1, number, 3 * BLOCK, width) for number in (heads, groups, groups))
     expected, _ = attend(torch.nn.Identity(), query, key, value, visible=visible, scaling=0.3)
     torch.testing.assert_close(sparse(query, key, value, visible, 0.3).transpose(1, 2), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("Doge", {"keep_window_size": 4}), ("Nemotron", {}), ("GPT2", {}), ("Gemma2", {"layer_types": ["full_attention"]})])
+def test_a_model_whose_attention_is_another_one_is_refused_and_not_computed_wrongly(name: str, more: dict) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        **more)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    batch = collate([build_trie([TrainRow(list(range(9)), [1] * 9, [0.0] * 9, 1.0, 1.0, 0, 0)])], torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"^model: {name}.*; choose another model"):
+        Policy(model)(batch)
+
+
+def test_a_model_that_has_no_number_of_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model: bloom has no number of positions"):
+        check_architecture(transformers.BloomConfig(), 64)
+
+
+def test_a_context_in_which_the_angles_of_rows_depend_on_the_longest_one_is_refused() -> None:
+    config = transformers.Phi3Config(max_position_embeddings=64, original_max_position_embeddings=32, pad_token_id=0,
+                                     rope_parameters={"rope_type": "longrope", "rope_theta": 1e4,
+                                                      "short_factor": [1.0] * 48, "long_factor": [4.0] * 48,
+                                                      "original_max_position_embeddings": 32})
+    check_architecture(config, 32)
+    with pytest.raises(ConfigError, match="rollout.max_context: 33 is more than 32 positions"):
+        check_architecture(config, 33)
