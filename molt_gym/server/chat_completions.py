@@ -167,9 +167,7 @@ def _name(message: Field) -> dict[str, str]:
 
 
 def _content(message: Field, role: str) -> str | list[dict[str, Any]]:
-    if message.value.get("content") is None and role in ("assistant", "tool"):
-        return ""
-    return parts.content_of(message, lambda part: _part(part, role))
+    return parts.content_of(message, lambda part: _part(part, role), optional=role in ("assistant", "tool"))
 
 
 def _part(part: Field, role: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
-TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+TopP = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Filled = Annotated[str, msgspec.Meta(min_length=1)]
 
 _ITEMS = msgspec.json.Decoder(str | list[msgspec.Raw])

@@ -28,11 +28,12 @@ def image_part(url: Field) -> dict[str, Any]:
 
 
 def content_of(
-    owner: Field, make: Callable[[Field], dict[str, Any]], name: str = "content"
+    owner: Field, make: Callable[[Field], dict[str, Any]], name: str = "content", *, optional: bool = False
 ) -> str | list[dict[str, Any]]:
-    """A string, or what `make` gives of each part; of a single text, the string."""
-    if isinstance(owner.value.get(name), str):
-        return owner.value[name]
+    """A string, or what `make` gives of each part; of a single text, the string. `optional`: null is no text."""
+    value = owner.value.get(name)
+    if isinstance(value, str) or value is None and optional:
+        return value or ""
     parts = [make(part) for part in owner[name].each("a string or a list of parts")]
     return parts if len(parts) > 1 or parts and parts[0]["type"] != "text" else parts[0]["text"] if parts else ""
 

@@ -28,6 +28,8 @@ Generate = Callable[[list[int], Sampling, int, tuple[ImageSpan, ...]], Awaitable
 """From prompt ids, how to sample, the number of the sample in its session, and the prompt's images, to the sample."""
 
 _KNOWN_SAMPLINGS = 64
+_ONE_TOKEN = 1e-6
+"""The `top_p` that leaves the most probable token alone, which is what 0 asks for."""
 INLINE_TEXT = 4000
 """Characters that are rendered and encoded on the event loop, which takes less than a hop to a thread and back."""
 
@@ -130,6 +132,7 @@ class TokenRespondent:
         ignored = []
         for name in ("temperature", "top_p", "top_k"):
             value, own = getattr(asked, name), getattr(run, name)
+            value = _ONE_TOKEN if name == "top_p" and value == 0 else value
             if value is not None and value != own:
                 chosen |= {name: value} if self._rules.free else {}
                 ignored += [] if self._rules.free else [name]

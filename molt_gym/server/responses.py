@@ -53,7 +53,7 @@ class _Echoed(msgspec.Struct):
     model: str = ""
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    reasoning: dict[str, str | None] = {}
+    reasoning: dict[str, Any] = {}
     store: bool = True
     temperature: Temperature | None = None
     tool_choice: str | dict[str, Any] = "auto"

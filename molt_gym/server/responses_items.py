@@ -134,16 +134,17 @@ def _read(item: Field, memory: Memory) -> list[Message]:
             role = value.get("role")
             if role not in ROLES:
                 raise item["role"].invalid(f"{', '.join(ROLES)}, or for a tool an item of type function_call_output")
-            content = parts.content_of(item, _part)
+            content = parts.content_of(item, _part, optional=role == "assistant")
             return [_piece(item, "content", content) if role == "assistant" else {"role": role, "content": content}]
         case "reasoning":
             text = "\n\n".join(_texts(item, "content") or _texts(item, "summary"))
             return [_piece(item, "reasoning_content", text)] if text else []
         case "function_call":
-            call = parts.call_of(item.get("call_id", str), item.get("name", str), item.get("arguments", str))
+            arguments = parts.arguments_of(item["arguments"])
+            call = parts.call_of(item.get("call_id", str), item.get("name", str), arguments)
             return [_piece(item, "tool_calls", [call])]
         case "function_call_output":
-            content = parts.content_of(item, _part, "output")
+            content = parts.content_of(item, _part, "output", optional=True)
             return [{"role": "tool", "tool_call_id": item.get("call_id", str), "content": content}]
         case "item_reference":
             return _read(_referenced(item, memory), memory)

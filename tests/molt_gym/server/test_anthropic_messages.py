@@ -331,7 +331,7 @@ def test_what_a_run_cannot_honour_is_refused(fields, param):
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_k": -1}, "top_k"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop_sequences": ["x", ""]}, "stop_sequences"),

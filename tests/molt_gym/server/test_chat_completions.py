@@ -280,7 +280,7 @@ INVALID = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "1"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"max_tokens": 0}, "max_tokens"),

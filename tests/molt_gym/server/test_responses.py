@@ -140,6 +140,13 @@ class TestWhatIsUnderstood:
         [message] = messages_of({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]})
         assert message == assistant("No.")
 
+    @pytest.mark.parametrize("nothing", [{}, {"content": None, "arguments": None, "output": None}])
+    def test_what_an_assistant_or_a_tool_may_leave_out_is_nothing(self, nothing):
+        function_call = {"type": "function_call", "call_id": "c1", "name": "add"}
+        output = {"type": "function_call_output", "call_id": "c1"}
+        assert messages_of(*({"role": "assistant"} | nothing, function_call | nothing, output | nothing)) == [
+            assistant("", None, [call(arguments="{}", id="c1")]), {"role": "tool", "tool_call_id": "c1", "content": ""}]
+
     def test_tools_take_the_chat_form_without_strict(self):
         parsed = parse(input="Hi", tools=[ADD, {"type": "function", "name": "now"}], tool_choice="auto")
         function = {key: ADD[key] for key in ("name", "description", "parameters")}
@@ -158,7 +165,7 @@ class TestWhatIsUnderstood:
 
     def test_null_is_absent_and_what_has_no_effect_is_accepted(self):
         body = {"input": "Hi", "store": False, "metadata": {"run": "7"}, "user": "u", "service_tier": "flex",
-                "reasoning": {"effort": "high", "summary": "auto"}, "max_tool_calls": 3,
+                "reasoning": {"effort": "high", "summary": "auto", "enabled": True}, "max_tool_calls": 3,
                 "text": {"format": {"type": "text"}, "verbosity": "low"},
                 "truncation": "disabled", "background": False, "conversation": None, "top_logprobs": 0,
                 "stream_options": {"include_obfuscation": False}, "prompt_cache_key": "k", "safety_identifier": "s",
@@ -210,7 +217,7 @@ WRONG = [
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 1}]}]}, "input[0].content[0].text"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": [1]}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary"),
     ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary[0]"),
@@ -219,7 +226,7 @@ WRONG = [
     ({"instructions": ["x"]}, "instructions"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 2.5}, "max_output_tokens"),
     ({"max_output_tokens": True}, "max_output_tokens"),

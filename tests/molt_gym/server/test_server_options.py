@@ -63,6 +63,8 @@ async def test_the_runs_temperature_holds_while_it_trains_and_is_named(agent_of,
     status, headers, _ = await wire.post(own.session, wire.paths[name], body)
     assert status == 200 and "x-molt-gym-ignored" not in headers
     assert (engine.samplings[-1].temperature, engine.samplings[-1].top_p) == (0.5, 0.9)
+    assert (await wire.post(own.session, wire.paths[name], body | {"top_p": 0}))[0] == 200
+    assert 0 < engine.samplings[-1].top_p < 1e-5
     same = await wire.post(agent.session, wire.paths[name], body | {"temperature": 1.0, "top_p": 1})
     assert "x-molt-gym-ignored" not in same[1]
 
