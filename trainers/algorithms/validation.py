@@ -138,6 +138,9 @@ def _kl(s: Settings, traits: EstimatorTraits) -> Iterator[str]:
     if traits.needs_teacher and s.kl_kind in ("k2", "k3"):
         yield (f"algorithm.kl.kind: {s.kl_kind!r} with {which}, which is the difference itself; write kl.kind = 'k1' "
                "or leave it out")
+    if s.kl and s.kl_use == "loss" and s.kl_kind == "k1" and not traits.needs_teacher:
+        yield ("algorithm.kl.kind: 'k1' with algorithm.kl.use = 'loss', whose gradient is that of log π, whatever the "
+               "reference; write kl.kind = 'k2' or 'k3' or leave it out")
     if s.kl_target is not None and not s.kl:
         yield (f"algorithm.kl.target: {s.kl_target} with algorithm.kl.coefficient = 0, which stays 0 whatever it is "
                "multiplied by; write kl.coefficient > 0 to start from, or leave the target out")
