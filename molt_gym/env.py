@@ -7,6 +7,7 @@ depends on the seed or on `options={"index": i}` alone, and no global random sta
 
 import copy
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,9 @@ from .rewards import parts_of
 from .task_env import TaskEnv, finite
 
 __all__ = ["ChatEnv", "Turn"]
+
+_FIELDS = (("terminated", (bool, np.bool_), "True or False"), ("messages", (list, tuple), "a list of messages"),
+           ("info", Mapping, "a dict"))
 
 
 @dataclass
@@ -102,10 +106,9 @@ class ChatEnv(TaskEnv):
         if not isinstance(turn, Turn):
             raise TypeError(f"{self._name}.answer returned {turn!r:.200}; return a molt_gym.Turn")
         reward = finite(turn.reward, f"{self._name}.answer: the reward")
-        if not isinstance(turn.terminated, bool | np.bool_):
-            raise TypeError(f"{self._name}.answer: Turn.terminated is {turn.terminated!r:.200}; write True or False")
-        if not isinstance(turn.messages, list | tuple):
-            raise TypeError(f"{self._name}.answer: Turn.messages is {turn.messages!r:.200}; write a list of messages")
+        for name, kinds, write in _FIELDS:
+            if not isinstance(value := getattr(turn, name), kinds):
+                raise TypeError(f"{self._name}.answer: Turn.{name} is {value!r:.200}; write {write}")
         self._messages += self._fresh(turn.messages)
         observation = self._observe("answer", self.tools)
         self._reward += reward

@@ -17,6 +17,8 @@ class EnvFailure(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        if isinstance(reason, EnvFailure):  # Gymnasium's AsyncVectorEnv raises type(error)(error).
+            reason, detail = reason.reason, reason.detail
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail

@@ -87,7 +87,10 @@ def read_winner(text: str) -> Judgement:
 
 def _asked(system: str, rubric: Rubric, material: Mapping[str, str | None]) -> list[Message]:
     looked_for = rubric if isinstance(rubric, str) else "\n".join(f"{name}: {text}" for name, text in rubric.items())
-    shown = {name: text for name, text in material.items() if text is not None}
+    shown = {name: text for name, text in material.items() if text is not None or name != "reference"}
+    for name, text in shown.items():
+        if not isinstance(text, str):
+            raise TypeError(f"judge: the {name} is {text!r:.200}; write a text")
     mark = blake2b(json.dumps(shown).encode(), digest_size=4).hexdigest()
     blocks = [f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in shown.items()]
     user = "\n\n".join([f"Rubric:\n{looked_for}", *blocks])
@@ -99,11 +102,15 @@ def _asked(system: str, rubric: Rubric, material: Mapping[str, str | None]) -> l
 def _text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
+    if not isinstance(prompt, list | tuple):
+        raise TypeError(f"judge: the prompt is {prompt!r:.200}; write a text, or a list of messages")
     return "\n\n".join(f"{message['role']}: {text_of(message)}" for message in prompt)
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The last JSON object in a text: what comes before it may be thought aloud."""
+    """The last JSON object in a text: what comes before it may be thought aloud, but not break off there."""
+    if text.lstrip().startswith("<think>"):
+        text = text.partition("</think>")[2]
     decoder, found, start = json.JSONDecoder(parse_constant=_refused), None, text.find("{")
     while start >= 0:
         try:

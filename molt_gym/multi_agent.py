@@ -245,5 +245,5 @@ class GameEnv(TaskEnv):
 
 def result_of(totals: Mapping[str, float], seat: str) -> str:
     """How a game ended for a seat: "win" if it got more than every other one, "loss" if another got more, or "draw"."""
-    best = max(total for other, total in totals.items() if other != seat)
+    best = max((total for other, total in totals.items() if other != seat), default=-np.inf)
     return "win" if totals[seat] > best else "loss" if totals[seat] < best else "draw"

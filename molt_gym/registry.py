@@ -149,17 +149,19 @@ def _speaks(spec: EnvSpec, kwargs: dict[str, Any]) -> bool:
     creator = creators(spec)[0]
     if inspect.isclass(creator) and issubclass(creator, TaskEnv):
         return True
-    if creator not in _speakers:
-        from .adapters.text_env import OPTIONS
+    from .adapters.text_env import OPTIONS
 
-        kwargs = {name: value for name, value in kwargs.items() if name not in (*OPTIONS, "render_mode")}
+    kwargs = {name: value for name, value in kwargs.items() if name not in (*OPTIONS, "render_mode")}
+    # One creator may serve several ids, and what it makes may depend on arguments and wrappers.
+    key = creator, repr((spec, kwargs))
+    if key not in _speakers:
         try:
             env = gym.make(spec, disable_env_checker=True, **kwargs)
         except Exception:  # noqa: BLE001  whatever it is, making it in earnest says it
             return True
-        _speakers[creator] = isinstance(env.action_space, AssistantMessageSpace)
+        _speakers[key] = isinstance(env.action_space, AssistantMessageSpace)
         env.close()
-    return _speakers[creator]
+    return _speakers[key]
 
 
 def list_envs(suite: str | None = None) -> list[EnvInfo]:

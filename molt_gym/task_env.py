@@ -101,6 +101,8 @@ class TaskEnv(gym.Env[Conversation, Message], ABC):
 
     def _choose(self, seed: int | None, options: dict[str, Any] | None) -> None:
         """The part of `reset` that seeds and chooses the task."""
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f"{self._name}: reset options are {options!r:.200}; write a dict")
         super().reset(seed=seed)
         self._over = True
         self._index = self._chosen(options or {})

@@ -33,6 +33,9 @@ def read(name: str, subset: str | None, split: str) -> tuple[Sequence[Any], Sequ
         ConfigError: it cannot be read, or has no such split.
     """
     path = Path(name)
+    if path.is_file() and path.suffix not in _FILES:
+        raise ConfigError(f"dataset: {name!r} is a file of a kind that is not read; write one that ends in "
+                          f"{', '.join(_FILES)}")
     undivided = path.suffix in _FILES or (path / "state.json").is_file()
     rows = _read(name, subset, None if undivided else split, _stamp(path))
     if not undivided:
@@ -101,7 +104,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
     for where, text in texts:
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"dataset: {where}: {error}") from error
         for number, row in enumerate(found if whole else [found]):
             if not isinstance(row, dict):
@@ -113,9 +116,12 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
+            names = list(reader.fieldnames or ())
+            if len(set(names)) < len(names):
+                raise ConfigError(f"dataset: {path}: a name stands twice in the header: {', '.join(names)}")
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
-                    raise ConfigError(f"dataset: {path}, row {number}: not {len(reader.fieldnames or ())} values, as "
+                    raise ConfigError(f"dataset: {path}, row {number}: not {len(names)} values, as "
                                       "the header has; put quotes around one with commas or line breaks")
                 yield row
     except (csv.Error, ValueError) as error:

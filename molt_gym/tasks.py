@@ -155,7 +155,8 @@ def load_tasks(
     name = str(dataset)
     rows, numbers = read(name, dataset_subset, dataset_split or split)
     if not numbers:
-        raise ConfigError(f"dataset: {name!r} has no rows for split {split!r}; try dataset_split='all'")
+        found = f" for split {split!r}; try dataset_split='all'" if len(rows) else ""
+        raise ConfigError(f"dataset: {name!r} has no rows{found}")
     there = columns(rows)
     for field in (*fields, *(["difficulty"] if difficulty is not None else [])):
         if chosen[field] not in there:

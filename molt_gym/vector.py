@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import ResetNeeded
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -126,12 +126,11 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
             own = {**options, "index": indices[i]} if "index" in options else options
             calls[i] = partial(self.envs[i].reset, seed=seeds[i], options=own)
         outcomes, failures = self._run(calls)
-        infos: dict[str, Any] = {}
         self._over[mask] = False
         self._unfit[mask] = False
-        for i, (observation, info) in outcomes.items():
+        for i, (observation, _) in outcomes.items():
             self._observations[i] = observation
-            infos = self._add_info(infos, info, i)
+        infos = self._merged({i: info for i, (_, info) in outcomes.items()})
         self._unfit[list(failures)] = True
         return self._conclude(failures, (self._batched(), infos))
 
@@ -163,10 +162,9 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
         outcomes, failures = self._run({i: partial(self._step_one, i, action) for i, action in enumerate(actions)})
         rewards = np.full(self.num_envs, np.nan)
         terminated, truncated = np.zeros((2, self.num_envs), dtype=np.bool_)
-        infos: dict[str, Any] = {}
         for i, outcome in outcomes.items():
-            self._observations[i], rewards[i], terminated[i], truncated[i], info = outcome
-            infos = self._add_info(infos, info, i)
+            self._observations[i], rewards[i], terminated[i], truncated[i], _ = outcome
+        infos = self._merged({i: info for i, (*_, info) in outcomes.items()})
         self._unfit[list(failures)] = True
         ended = terminated | truncated
         self._over = ended if self.autoreset_mode is not AutoresetMode.SAME_STEP else np.zeros_like(ended)
@@ -200,6 +198,8 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
 
     def _run(self, calls: Mapping[int, Callable[[], Any]]) -> tuple[dict[int, Any], dict[int, BaseException]]:
         """Runs a call for each numbered env in its thread; gives results and errors once all ended or time is up."""
+        if self.closed:
+            raise ClosedEnvironmentError(f"{self!r} was closed; make another one")
         until = time.monotonic() + self.deadline
         failures: dict[int, BaseException] = {}
         futures = {}
@@ -231,19 +231,29 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
             raise VectorEnvFailure(failed, results)
         return results
 
-    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        """As in Gymnasium, whose arrays have the type of their first value, but a later value of another is kept."""
-        for key, value in env_info.items():
-            held = vector_infos.get(key)
-            if not isinstance(held, np.ndarray) or held.dtype == object:
-                continue
-            if held.ndim == 1 and isinstance(value, bool | int | float | np.number | np.bool_):
-                vector_infos[key] = held.astype(np.result_type(held, value))
-            elif not isinstance(value, np.ndarray) or (value.shape, value.dtype) != (held.shape[1:], held.dtype):
-                vector_infos[key] = np.full(self.num_envs, None, dtype=object)
-                for i in np.flatnonzero(vector_infos[f"_{key}"]):
-                    vector_infos[key][i] = held[i]
-        return super()._add_info(vector_infos, env_info, env_num)
+    def _merged(self, infos: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """As Gymnasium's `_add_info` for values of one type; of several types, a key has an array of objects."""
+        merged: dict[str, Any] = {}
+        for key in dict.fromkeys(key for info in infos.values() for key in info):
+            values = {i: info[key] for i, info in infos.items() if key in info}
+            nested = key != "final_obs" and all(isinstance(value, dict) for value in values.values())
+            merged[key] = self._merged(values) if nested else self._array(values)
+            merged[f"_{key}"] = np.isin(np.arange(self.num_envs), list(values))
+        return merged
+
+    def _array(self, values: Mapping[int, Any]) -> np.ndarray:
+        listed = list(values.values())
+        alike = {(value.shape, value.dtype) if isinstance(value, np.ndarray)
+                 else type(value) in (bool, int, float) or isinstance(value, np.number) for value in listed}
+        if len(alike) == 1 and False not in alike:
+            found = np.array(listed)
+            array = np.zeros((self.num_envs, *found.shape[1:]), dtype=found.dtype)
+            array[list(values)] = found
+            return array
+        array = np.full(self.num_envs, None, dtype=object)
+        for i, value in values.items():
+            array[i] = value
+        return array
 
     def _batched(self) -> Conversations:
         # None only for envs that failed before their first observation, within VectorEnvFailure.results.

@@ -80,11 +80,14 @@ def parse_action(text: str, space: Space, names: Sequence[str] = ()) -> Any:
     numbers = [float(number) for number in _NUMBER.findall(words)]
     if len(numbers) != math.prod(space.shape):
         raise IllegalReply(f"{len(numbers)} numbers in {words!r:.80}; write {words_for(space, names)}")
-    if not isinstance(space, Box) and any(number != int(number) for number in numbers):
+    whole = np.issubdtype(space.dtype, np.integer)
+    if whole and not all(number.is_integer() for number in numbers):
         raise IllegalReply(f"{words!r:.80} has fractions; write {words_for(space, names)}")
-    # A bound of a float32 box may lie a rounding below its decimal.
-    action = np.array(numbers, dtype=np.float64).astype(space.dtype).reshape(space.shape)
-    if action not in space:
+    # A bound of a float32 box may lie a rounding below its decimal; an integer that is too large would wrap around.
+    with np.errstate(all="ignore"):
+        action = np.array(numbers, dtype=np.float64).astype(space.dtype).reshape(space.shape)
+    kept = action.ravel().tolist() == numbers if whole else np.isfinite(action).all()
+    if not kept or action not in space:
         raise IllegalReply(f"{words!r:.80} is out of range; write {words_for(space, names)}")
     return action
 

@@ -23,21 +23,25 @@ class GameParallelEnv(ParallelEnv[str, Conversation, Message]):
 
     Args:
         env_id: of the game.
-        **kwargs: for it.
+        **kwargs: for it, and for `molt_gym.make`; all seats are agents, so that there is no `opponent`.
 
     Raises:
-        ConfigError: the id is no game.
+        ConfigError: the id is no game, or an opponent is given.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "is_parallelizable": True}
 
     def __init__(self, env_id: str, **kwargs: Any) -> None:
-        creator = creators(find_spec(env_id))[0]
+        spec = find_spec(env_id)
+        creator = creators(spec)[0]
         if not (inspect.isclass(creator) and issubclass(creator, GameEnv)):
             raise ConfigError(f"{env_id} has no seats; write the id of a GameEnv, such as 'TicTacToe-v0'")
-        self.game: GameEnv = make(env_id, **kwargs | {"opponent": "self"}).unwrapped
+        if kwargs.get("opponent", "self") != "self":
+            raise ConfigError(f"opponent: {kwargs['opponent']!r:.200}; all seats are agents here, leave it out")
+        self._env = make(spec, **kwargs | {"opponent": "self"})
+        self.game: GameEnv = self._env.unwrapped
         self.render_mode = self.game.render_mode
-        self.metadata = {**self.metadata, "name": env_id}
+        self.metadata = {**self.metadata, "name": spec.id}
         self.possible_agents, self.agents = list(self.game.seats), []
         self.observation_spaces = {agent: ConversationSpace() for agent in self.possible_agents}
         self.action_spaces = {agent: AssistantMessageSpace() for agent in self.possible_agents}
@@ -48,7 +52,7 @@ class GameParallelEnv(ParallelEnv[str, Conversation, Message]):
     ) -> tuple[dict[str, Conversation], dict[str, dict[str, Any]]]:
         """Starts a game; of the options, `index` chooses the task."""
         chosen = {key: value for key, value in (options or {}).items() if key == "index"}
-        _, info = self.game.reset(seed=seed, options=chosen)
+        _, info = self._env.reset(seed=seed, options=chosen)
         self.agents, self._turn = list(self.possible_agents), info["seat"]
         return self._observations(), self._infos()
 
@@ -64,7 +68,7 @@ class GameParallelEnv(ParallelEnv[str, Conversation, Message]):
             return {}, {}, {}, {}, {}
         if self._turn not in actions:
             raise ValueError(f"actions: there is none for {self._turn!r}, whose turn it is")
-        _, _, terminated, truncated, info = self.game.step(actions[self._turn])
+        _, _, terminated, truncated, info = self._env.step(actions[self._turn])
         self._turn = "" if terminated or truncated else info["seat"]
         observations, infos = self._observations(), self._infos()
         for agent, result in info.get("results", {}).items():
@@ -80,7 +84,7 @@ class GameParallelEnv(ParallelEnv[str, Conversation, Message]):
 
     def close(self) -> None:
         """Closes the game."""
-        self.game.close()
+        self._env.close()
 
     def observation_space(self, agent: str) -> ConversationSpace:
         """That of all conversations."""

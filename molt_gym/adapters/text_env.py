@@ -7,7 +7,8 @@ never reaches the env.
 """
 
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -23,6 +24,8 @@ __all__ = ["OPTIONS", "TextEnv", "text_spec"]
 
 Describe = Callable[[gym.Env, Any, dict[str, Any]], str]
 Parse = Callable[[gym.Env, str], Any]
+Env = str | EnvSpec | Mapping[str, Any] | Callable[..., gym.Env]
+"""A mapping is what JSON makes of a spec."""
 OPTIONS = ("describe", "parse", "instructions", "illegal_limit")
 """Arguments of `TextEnv` that do not belong to the env within."""
 _ENTRY = f"{__name__}:TextEnv"
@@ -39,7 +42,7 @@ class TextEnv(ChatEnv):
     `illegal_limit` of them in a row the episode ends.
 
     Args:
-        env: an id for `gymnasium.make`, or a function that makes an env.
+        env: an id or a spec for `gymnasium.make`, or a function that makes an env.
         describe: of the user: (env, observation, info) → text; or "module:function".
         parse: of the user: (env, reply text) → action, or ValueError with what to write instead; or "module:function".
         instructions: in place of what the docstring says.
@@ -52,7 +55,7 @@ class TextEnv(ChatEnv):
     """
 
     def __init__(
-        self, env: str | Callable[..., gym.Env], *, describe: str | Describe | None = None,
+        self, env: Env, *, describe: str | Describe | None = None,
         parse: str | Parse | None = None, instructions: str | None = None, illegal_limit: int = 3,
         render_mode: str | None = None, **kwargs: Any,
     ) -> None:
@@ -132,17 +135,19 @@ class TextEnv(ChatEnv):
 
 def text_spec(spec: EnvSpec) -> EnvSpec:
     """The spec under which `TextEnv` plays the env of another spec, with the same id and cap on turns."""
-    entry, kwargs = spec.entry_point, {"env": spec.id} | spec.kwargs
-    if not isinstance(entry, str) or gym.registry.get(spec.id) is None:
-        kwargs["env"] = entry if callable(entry) else load_env_creator(str(entry))
-    return EnvSpec(spec.id, entry_point=_ENTRY, max_episode_steps=spec.max_episode_steps, kwargs=kwargs,
-                   nondeterministic=spec.nondeterministic, vector_entry_point=f"molt_gym.vector:{spec.id}")
+    # The spec, not its id, which may mean nothing in another process.
+    return EnvSpec(spec.id, entry_point=_ENTRY, max_episode_steps=spec.max_episode_steps,
+                   kwargs={"env": spec} | spec.kwargs, nondeterministic=spec.nondeterministic,
+                   vector_entry_point=f"molt_gym.vector:{spec.id}")
 
 
-def _make(env: str | Callable[..., gym.Env], kwargs: dict[str, Any]) -> gym.Env:
-    if not isinstance(env, str):
+def _make(env: Env, kwargs: dict[str, Any]) -> gym.Env:
+    if isinstance(env, Mapping):
+        fields = {name: value for name, value in env.items() if name not in ("namespace", "name", "version")}
+        env = EnvSpec.from_json(json.dumps(fields))
+    if not isinstance(env, str | EnvSpec):
         return env(**kwargs)
-    spec = gym.spec(env)
+    spec = gym.spec(env) if isinstance(env, str) else env
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     if "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()):
         kwargs = {"render_mode": "ansi"} | kwargs
@@ -150,8 +155,8 @@ def _make(env: str | Callable[..., gym.Env], kwargs: dict[str, Any]) -> gym.Env:
     return gym.make(spec, max_episode_steps=-1, **kwargs)
 
 
-def _id(env: str | Callable[..., gym.Env]) -> str:
-    return env if isinstance(env, str) else getattr(env, "__name__", repr(env))
+def _id(env: Env) -> str:
+    return env if isinstance(env, str) else getattr(env, "id", None) or getattr(env, "__name__", repr(env))
 
 
 def named_function(given: Any, name: str) -> Any:

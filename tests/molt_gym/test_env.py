@@ -194,6 +194,11 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(echo):
         gym.make(echo).reset(options={"indx": 3})
 
 
+def test_options_that_are_no_dict_are_refused(echo):
+    with pytest.raises(ValueError, match=r"Echo-v0: reset options are \[3\]; write a dict"):
+        gym.make(echo).reset(options=[3])
+
+
 def test_a_step_before_a_reset_is_refused(echo, say):
     for env in (gym.make(echo), gym.make(echo).unwrapped):
         with pytest.raises(ResetNeeded):
@@ -245,6 +250,7 @@ def test_a_reward_of_any_numeric_type_becomes_a_float(reward):
         (None, TypeError, "Scripted.answer returned None; return a molt_gym.Turn"),
         (Turn(terminated="no"), TypeError, "Turn.terminated is 'no'"),
         (Turn(messages=None), TypeError, "Turn.messages is None"),
+        (Turn(info=None), TypeError, "Turn.info is None; write a dict"),
         (Turn(messages=[{"role": "user"}]), ValueError, r"Scripted.answer.messages\[2\].content: None"),
         (EnvFailure("judge", "is away"), EnvFailure, "judge: is away"),
     ],

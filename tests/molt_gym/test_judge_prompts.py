@@ -33,6 +33,19 @@ def test_what_is_no_verdict_is_malformed_and_nothing_else(text):
             assert str(error)
 
 
+def test_thoughts_that_break_off_are_no_verdict():
+    assert read_scores('<think>{"score": 1}?</think>{"score": 5}', "r", (0, 5)).score == 1.0
+    with pytest.raises(Malformed, match="no whole JSON object"):
+        read_scores('<think>Perhaps {"score": 1}, but then', "r", (0, 5))
+
+
+@pytest.mark.parametrize(("prompt", "reply", "wrong"), [
+    ("p", None, "the reply is None"), (None, "r", "the prompt is None"), ({"messages": []}, "r", "the prompt is {")])
+def test_what_is_no_text_is_not_judged(prompt, reply, wrong):
+    with pytest.raises(TypeError, match=f"judge: {wrong}.*; write a text"):
+        pointwise(prompt, reply, "r", (1, 5))
+
+
 def test_every_criterion_must_have_its_score():
     with pytest.raises(Malformed, match="scores.short is None, and no number from 1 to 5"):
         read_scores('{"scores": {"kind": 3}}', CRITERIA, (1, 5))

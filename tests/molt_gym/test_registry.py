@@ -6,6 +6,7 @@ import warnings
 
 import gymnasium as gym
 import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.envs.registration import EnvSpec
 
 import molt_gym
@@ -152,6 +153,27 @@ def test_an_env_that_is_registered_as_a_chat_env_and_is_none_is_refused_with_adv
     del gym.registry["Mute-v0"]
     for advice in ("Mute-v0 is no chat env", "Discrete(2)", "molt_gym.ChatEnv", "molt_gym.Conversation()"):
         assert advice in str(caught.value)
+
+
+class Talker(molt_gym.ChatEnv):
+    """Says hi."""
+
+    def begin(self, index):
+        return [{"role": "user", "content": "hi"}]
+
+    def answer(self, message):
+        return molt_gym.Turn(terminated=True)
+
+
+def test_what_one_creator_makes_is_found_out_for_each_id_and_its_arguments():
+    def make(talks, render_mode=None):
+        return Talker() if talks else CartPoleEnv()
+
+    gym.register("Talks-v0", make, kwargs={"talks": True})
+    gym.register("Counts-v0", make, kwargs={"talks": False})
+    first = [molt_gym.make(env_id, **more).reset(seed=0)[0]["messages"][0]["content"] for env_id, more in (
+        ("Talks-v0", {}), ("Counts-v0", {}), ("Talks-v0", {"talks": False}), ("Counts-v0", {"talks": True}))]
+    assert first[0] == first[3] == "hi" and first[1] == first[2] != "hi"
 
 
 def test_an_env_that_is_wrapped_as_the_advice_says_is_accepted(write_module):

@@ -168,7 +168,7 @@ def test_a_row_without_text_is_refused_by_its_number_in_the_dataset(write):
 
 
 @pytest.mark.parametrize(("content", "options", "message"), [
-    ("", {}, "has no rows for split 'train'"),
+    ("", {}, "has no rows$"),
     ('{"question": 1}', {"split": "test"}, "has no rows for split 'test'; try dataset_split='all'"),
     ('{"question": "p", "code": "c"}', {}, "answer_column: .* no column 'answer'; choose from question, code"),
     (ROWS[:1], {"question_column": "q"}, "question_column: .* no column 'q'; choose from question, answer, level"),
@@ -181,6 +181,7 @@ def test_a_row_without_text_is_refused_by_its_number_in_the_dataset(write):
     (ROWS[:1], {"split": "dev"}, "split: 'dev'; write one of 'train', 'test'"),
     ('{"a": 1}\n{"b"', {}, "line 2"),
     ("[1]", {}, "line 1: .* is no object"),
+    ('{"question": ' + "[" * 100_000, {}, "line 1: "),
     (b"\xff\xfe{}", {}, "line 1: "),
 ])
 def test_a_dataset_that_cannot_serve_is_refused(write, content, options, message):
@@ -192,6 +193,8 @@ def test_a_dataset_that_cannot_serve_is_refused(write, content, options, message
     ("rows.json", "[{}, 3]", "row 1: 3 is no object"),
     ("rows.json", "[{}", "rows.json: "),
     ("rows.csv", "question,answer\na\n", "row 0: not 2 values"),
+    ("rows.csv", "question,answer,question\na,b,c\n", "twice in the header: question, answer, question"),
+    ("rows.jsonl.gz", b"\x1f\x8b", "a file of a kind that is not read; write one that ends in .jsonl, "),
     ("rows.csv", "question,answer\na,b\na,b,c\n", "row 1: not 2 values"),
     ("rows.csv", 'question,answer\n"a,b\n', "rows.csv: unexpected end of data"),
     ("rows.csv", b"question,answer\n\xff,b\n", "other encodings than UTF-8"),

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.error import ResetNeeded
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import molt_gym
@@ -174,7 +174,8 @@ def test_each_env_stays_in_its_own_thread(make_vec, says):
 
 
 @pytest.mark.parametrize(
-    "notes", [(1, 0.5), (0.5, 1), (True, 2), (1, None), (1, "text"), ("text", 1), (1, [2, 3]), (None, 2.5)]
+    "notes", [(1, 0.5), (0.5, 1), (True, 2), (1, None), (1, "text"), ("text", 1), (1, [2, 3]), (None, 2.5),
+              (1, {}), ({}, 1), ({}, "text"), (1, 10**30), (10**30, 0.5)]
 )
 def test_infos_of_different_types_keep_their_values(make_vec, says, notes):
     env = make_vec(2)
@@ -303,6 +304,15 @@ def test_closing_closes_each_env_once(make_vec, echo_module):
     assert sorted(closed) == [0, 1]
 
 
+def test_what_is_closed_says_so_at_once(make_vec, says):
+    env = make_vec(2)
+    env.reset(seed=0)
+    env.close()
+    for call in (env.reset, lambda: env.step(says("on", "on")), env.render):
+        with pytest.raises(ClosedEnvironmentError, match=r"Echo-v0, num_envs=2\) was closed"):
+            call()
+
+
 def test_gymnasiums_vector_wrappers_work(make_vec, says):
     env = gym.wrappers.vector.RecordEpisodeStatistics(make_vec(2))
     env.reset(seed=0)
@@ -318,6 +328,9 @@ def test_gymnasiums_async_vector_env_needs_to_share_no_memory(echo_module, echo,
     try:
         env.reset(seed=0)
         assert last_words(env.step((say("a\nb"), say("😀")))[0]) == ["heard a\nb", "heard 😀"]
+        with pytest.raises(molt_gym.EnvFailure, match="judge: on request") as caught:
+            env.step((say("on"), say("fail:judge")))
+        assert (caught.value.reason, caught.value.detail) == ("judge", "on request")
     finally:
         env.close()
     with pytest.raises(ValueError, match="shared_memory"):

@@ -44,6 +44,11 @@ def test_several_numbers_are_written_side_by_side():
     ("1", MultiDiscrete([2, 3]), "1 numbers in '1'; write 2 integers: from 0 to 1, from 0 to 2"),
     ("1.5 0", MultiDiscrete([2, 3]), "fractions"),
     ("2 0", MultiDiscrete([2, 3]), "out of range"),
+    ("1e400 0", MultiDiscrete([2, 3]), "fractions"),
+    ("1e20 0", MultiDiscrete([2, 3]), "out of range"),
+    ("257 0", Box(0, 255, (2,), np.uint8), "out of range"),
+    ("1.5 0", Box(0, 255, (2,), np.uint8), "fractions"),
+    ("1e39", Box(-np.inf, np.inf, (1,)), "out of range"),
     ("3", Box(-2, 2, (1,)), "out of range; write 1 number: number 1 from -2 to 2"),
     ("left", Box(-2, 2, (1,)), "0 numbers")])
 def test_what_is_wrong_with_numbers_is_said(reply, space, words):
@@ -58,6 +63,17 @@ def test_a_bound_may_be_written_as_its_decimal():
 def test_only_a_few_numbers_can_be_written():
     assert [is_small(space) for space in (Discrete(10_000), Box(0, 1, (16,)), MultiDiscrete([5] * 16))] == [True] * 3
     assert [is_small(space) for space in (Box(0, 1, (17,)), Box(0, 255, (8, 8, 3)), Dict(a=Discrete(2)))] == [False] * 3
+
+
+@pytest.mark.filterwarnings("error")
+@given(st.lists(st.integers() | st.floats(), min_size=2, max_size=2))
+def test_numbers_that_are_taken_are_those_that_were_written(numbers):
+    for space in (MultiDiscrete([2, 2]), MultiBinary(2), Box(-1, 1, (2,)), Box(-np.inf, np.inf, (2,)),
+                  Box(-9, 9, (2,), np.int8), Box(0, 255, (2,), np.uint8)):
+        try:
+            assert parse_action(" ".join(map(repr, numbers)), space).tolist() == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+        except IllegalReply as error:
+            assert "write" in str(error)
 
 
 @given(st.text(max_size=200))

@@ -199,7 +199,16 @@ def test_through_either_interface_of_pettingzoo_a_game_goes_as_here(env_id: str)
     assert sums == totals and not left
 
 
+def test_the_cap_on_turns_holds_in_a_parallel_env() -> None:
+    env = molt_gym.parallel_env("TicTacToe-v0", max_episode_steps=2)
+    env.reset(seed=0)
+    assert not any(env.step({agent: say("1") for agent in env.agents})[3].values())
+    assert all(env.step({agent: say("2") for agent in env.agents})[3].values()) and not env.agents
+
+
 def test_what_is_no_game_is_no_parallel_env() -> None:
+    with pytest.raises(ConfigError, match="opponent: 'random'; all seats are agents here"):
+        molt_gym.parallel_env("TicTacToe-v0", opponent="random")
     with pytest.raises(ConfigError, match="Math-v0 has no seats"):
         molt_gym.parallel_env("Math-v0")
     env = molt_gym.parallel_env("TicTacToe-v0", render_mode="ansi")

@@ -6,6 +6,8 @@ import warnings
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Box, Discrete
 from gymnasium.utils.env_checker import check_env
 
@@ -120,16 +122,17 @@ class Dial(Pixels):
         return 1, float(action), False, action == 2, {}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def registered():
+    before = dict(gym.registry)
     for cls in (Pixels, Dial):
         gym.register(f"{cls.__name__}-v0", cls)
     yield
-    for cls in (Pixels, Dial):
-        del gym.registry[f"{cls.__name__}-v0"]
+    gym.registry.clear()
+    gym.registry.update(before)
 
 
-def test_an_env_whose_actions_cannot_be_written_is_refused_with_the_way_out(registered):
+def test_an_env_whose_actions_cannot_be_written_is_refused_with_the_way_out():
     with pytest.raises(molt_gym.NotAChatEnv, match="Pixels.*give parse='module:function'"):
         molt_gym.make("Pixels-v0")
     env = molt_gym.make("Pixels-v0", parse=lambda env, text: np.full((8, 8), float(text), np.float32))
@@ -137,11 +140,29 @@ def test_an_env_whose_actions_cannot_be_written_is_refused_with_the_way_out(regi
     assert env.step(say("0.5"))[1:3] == (0.5, True)
 
 
-def test_an_episode_that_an_env_cuts_is_truncated(registered):
+def test_an_episode_that_an_env_cuts_is_truncated():
     env = molt_gym.make("Dial-v0")
     env.reset(seed=0)
     assert env.step(say("1"))[1:4] == (1.0, False, False)
     assert env.step(say("2"))[1:4] == (2.0, False, True)
+
+
+def test_it_reads_the_same_of_an_env_that_is_registered_by_its_class():
+    gym.register("Lake-v0", FrozenLakeEnv, max_episode_steps=9)
+    env = molt_gym.make("Lake-v0", is_slippery=False)
+    assert env.reset(seed=0)[0] == molt_gym.make("FrozenLake-v1", is_slippery=False).reset(seed=0)[0]
+    assert env.spec.max_episode_steps == 9
+
+
+def test_wrappers_of_a_spec_hold_also_where_nothing_is_registered():
+    spec = gym.wrappers.ClipReward(gym.make("MountainCar-v0"), -0.5, 0.5).spec
+    for made in (molt_gym.make(spec), molt_gym.make(EnvSpec.from_json(molt_gym.make(spec).spec.to_json()))):
+        made.reset(seed=0)
+        assert made.step(say("1"))[1] == -0.5
+    spec.id = "Hill-v0"
+    env = molt_gym.make(EnvSpec.from_json(molt_gym.make(spec).spec.to_json()))
+    env.reset(seed=0)
+    assert env.step(say("1"))[1] == -0.5
 
 
 def test_a_policy_can_be_scored_on_it():
