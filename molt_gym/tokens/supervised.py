@@ -28,27 +28,36 @@ Tools = Sequence[Mapping[str, Any]]
 def supervised_rows(renderer: Renderer, messages: Sequence[Message], tools: Tools = ()) -> list[Row]:
     """Rows in which every assistant message is trained once; log-probabilities and versions of these are 0.
 
+    One whose `weight` is 0 is context alone, as in the data that OpenAI fine-tunes on.
+
     More than one row where the template writes earlier replies differently once the conversation goes on, as those do
     that drop reasoning: each reply is then trained in the context that it really has.
 
     Raises:
-        ValueError: the first message is a reply, or a reply cannot be written whole; the message is named.
+        ValueError: the first message is a reply, a reply cannot be written whole, or a weight is neither 0 nor 1; the
+            message is named.
         ChatTemplateError: the template refuses the conversation.
     """
     graph = TokenGraph(renderer)
     for place, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
+        if (weight := message.get("weight", 1)) not in (0, 1):
+            raise ValueError(f"messages[{place}].weight: got {weight!r}; write 0 for a reply that is context, or 1")
+        if not weight:
+            continue
         if not place:
             raise ValueError("messages[0].role: 'assistant' answers nothing; begin with a user or system message")
-        ids = _reply_ids(renderer, messages[:place], message, tools)
+        prompt = graph.prepare(messages[:place], tools)
+        ids = _reply_ids(renderer, messages[:place], message, tools, prompt.ids)
         if ids:
-            generation = Generation(ids, [0.0] * len(ids), [0] * len(ids), "stop")
-            graph.commit(graph.prepare(messages[:place], tools), generation, message)
+            graph.commit(prompt, Generation(ids, [0.0] * len(ids), [0] * len(ids), "stop"), message)
     return graph.rows()
 
 
-def _reply_ids(renderer: Renderer, messages: Sequence[Message], reply: Message, tools: Tools) -> list[int]:
+def _reply_ids(
+    renderer: Renderer, messages: Sequence[Message], reply: Message, tools: Tools, prompt: Sequence[int]
+) -> list[int]:
     template, markers = renderer._template, renderer._markers
     if template.style.thinks or template.style.opens_thinking:
         reply = _with_reasoning_apart(reply)
@@ -57,15 +66,15 @@ def _reply_ids(renderer: Renderer, messages: Sequence[Message], reply: Message, 
     sentinel, schemas, place = shield.sentinel(), shield.value(tools), len(messages)
     before = template.prepare(messages, shield)
     body = _body(template, before, template.prepare([reply], shield, first=place), schemas, reply, shield, place)
-    ids = markers.encode(body, shield, at_start=False)
     stops = set(renderer.stop_token_ids).intersection(markers.ids.values())
-    if ends := [position for position, i in enumerate(ids) if i in stops]:
-        return ids[: ends[-1] + 1]
     end = template.prepare([ending_in(sentinel, reply)], shield, first=place)
     _, found, after = template.write([*before, *end], schemas, header=False).rpartition(sentinel)
-    if found:
-        body = body.removesuffix(after.removeprefix(template.style.call_close or "" if reply.get("tool_calls") else ""))
-    return markers.encode(body, shield, at_start=False)
+    after = after.removeprefix(template.style.call_close or "" if reply.get("tool_calls") else "")
+    if found and body.endswith(after):
+        # What a template writes at the end of a conversation, such as a second end token, is nothing that is sampled.
+        return markers.encode(body.removesuffix(after) + markers.until(after, stops), shield, after=prompt)
+    ids = markers.encode(body, shield, after=prompt)
+    return ids[: max((place for place, i in enumerate(ids, start=1) if i in stops), default=len(ids))]
 
 
 def _body(
@@ -76,15 +85,21 @@ def _body(
     header = template.write(before, tools, header=True)
     text = template.write([*before, *said], tools, header=False)
     reasoning = shield.text(reply.get("reasoning_content") or "")
-    shared = len(os.path.commonprefix([header, text]))
-    rest, body = header[shared:], text[shared:]
-    if rest.strip() == THINK and END_THINK not in body:
-        # The header opens a block that the template does not write into a conversation.
-        rest, body = "", join_reasoning(reasoning, body).removeprefix(rest)
+    outside, opened = header, ""
+    if not text.startswith(header) and header.rstrip().endswith(THINK):
+        # The header opens a block that the template writes otherwise, or not at all, into a conversation.
+        outside, opened, _ = header.rpartition(THINK)
+    body = text.removeprefix(outside)
+    if opened and body.startswith(THINK):
+        body = body.removeprefix(THINK)
+    elif opened and END_THINK not in body:
+        body = join_reasoning(reasoning, body.lstrip("\n")).removeprefix(header.removeprefix(outside))
     content = shield.text(text_of(reply), special_only=True)
     parts = [part.strip() for said in (reasoning, content) for part in re.split(f"{THINK}|{END_THINK}", said)]
-    if rest or not all(part in body for part in parts):
-        lost = "changes or drops a part of this reply" if not rest else f"begins this reply without {rest!r}"
+    parts += [shield.text(call["function"]["name"]) for call in reply.get("tool_calls") or ()]
+    if not text.startswith(outside) or not all(part in body for part in parts):
+        missing = header[len(os.path.commonprefix([header, text])) :]
+        lost = "changes or drops a part of this reply" if text.startswith(outside) else f"begins this reply without {missing!r}"
         raise ValueError(f"messages[{place}]: the chat template of {template.name} {lost}, so that it is not what the "
                          "model would have to say; give another chat template, or leave the row out")
     return body

@@ -64,6 +64,20 @@ def test_rows_come_from_a_file_a_list_and_a_dataset(load: Load, renderer: Render
     assert [spelled(example, renderer) for example in expected] == [["one<|im_end|>"], ["two<|im_end|>"]]
 
 
+def test_a_reply_without_weight_is_context_alone(load: Load, renderer: Renderer) -> None:
+    chat = row("wrong")["messages"] + row("right")["messages"]
+    whole, = load([{"messages": chat}])
+    chat[1]["weight"], chat[3]["weight"] = 0, None
+    example, = load([{"messages": chat}])
+    assert example.rows[0].ids == whole.rows[0].ids and spelled(example, renderer) == ["right<|im_end|>"]
+    chat[3]["weight"] = 0.5
+    with pytest.raises(ConfigError, match=r"data\[0\].messages\[3\].weight: got 0.5; write 0"):
+        load([{"messages": chat}])
+    chat[3]["weight"] = 0.0
+    with pytest.raises(ConfigError, match="no reply in them has anything to learn"):
+        load([{"messages": chat}])
+
+
 def test_columns_may_have_other_names(load: Load) -> None:
     chat = row("one")["messages"]
     assert load([{"talk": chat}], dataset__messages="talk") == load([row("one")])
