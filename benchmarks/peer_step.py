@@ -11,6 +11,10 @@ defaults but for what is named in `trl`: it recomputes activations and takes `--
 `--micro-tokens` and does not recompute unless `--checkpointing` says so. Columns are means over all steps but the first
 two: tokens that were sampled and trained on a second of the whole step, the step, its parts, and the most memory of the
 GPU that was in use (vLLM's cache included). Tokens of a prompt are not counted.
+
+The last two columns are the step over the time of engine and actor alone: over their sum, and over the longer of the
+two. Alone they are in the on-policy run, where one waits for the other; TRL's are its own. The longer alone is a limit
+that two who share a GPU cannot reach together.
 """
 
 import argparse
@@ -71,7 +75,8 @@ def ours(model: Path, out: Path, options: argparse.Namespace, settings: dict[str
         "actor.activation_checkpointing": options.checkpointing, "actor.compile": options.compile, **settings})
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{"tokens": line["rollout/length_mean"] * line["rollout/count"], "step": line["time/step"],
-             "sample": line["time/rollout"], "weights": line["time/weights"], "train": line["time/train"]}
+             "sample": line["time/rollout"], "weights": line["time/weights"], "train": line["time/train"],
+             "engine": line["time/generate"], "actor": line["time/train"] + line.get("time/logprobs", 0.0)}
             for line in lines if "time/step" in line]
 
 
@@ -95,8 +100,9 @@ def trl(model: Path, out: Path, options: argparse.Namespace, _: dict[str, Any]) 
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             step = time.perf_counter() - now["began"]
+            train = step - now["sample"] - now["weights"]
             lines.append({"tokens": now["tokens"], "step": step, "sample": now["sample"], "weights": now["weights"],
-                          "train": step - now["sample"] - now["weights"]})
+                          "train": train, "engine": now["sample"], "actor": train})
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def inner(*arguments: Any, **keywords: Any) -> Any:
@@ -182,12 +188,14 @@ def main(options: argparse.Namespace) -> None:
             except (SystemExit, subprocess.TimeoutExpired) as error:
                 print(f"{name}: {error}", flush=True)
     peer = found.get("TRL", {}).get("rate")
-    lines = ["| | tokens/s | over TRL | tokens a step | step, s | sampling, s | weights, s | training, s | GPU, GiB |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| | tokens/s | over TRL | tokens a step | step, s | sampling, s | weights, s | training, s | GPU, GiB | "
+             "over engine + actor | over the longer |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for name, row in found.items():
+        alone = row if name == "TRL" else found.get("molt-gym, on-policy", row)
         cells = [f"{row['rate']:,.0f}", f"{row['rate'] / peer:.2f}" if peer else "", f"{row['tokens']:,.0f}",
                  f"{row['step']:.2f}", f"{row['sample']:.2f}", f"{row['weights']:.2f}", f"{row['train']:.2f}",
-                 f"{row['memory']:.1f}"]
+                 f"{row['memory']:.1f}", f"{row['step'] / (alone['engine'] + alone['actor']):.2f}",
+                 f"{row['step'] / max(alone['engine'], alone['actor']):.2f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     print("\n".join(["", describe(), *lines]))
     if options.result:
