@@ -123,8 +123,13 @@ def _owner(item: Field) -> str | None:
     return item_id.split("_")[1] if isinstance(item_id, str) and "_" in item_id else None
 
 
+def _reply(item: Field, memory: Memory) -> Message:
+    """The reply of this session that an item's id names; {} if it names none."""
+    return memory.responses.get(f"resp_{_owner(item)}", [{}])[-1]
+
+
 def _read(item: Field, memory: Memory) -> list[Message]:
-    """The message that an item is, or the piece of an assistant's; neither for reasoning that cannot be read."""
+    """The message that an item is, or the piece of an assistant's; neither for reasoning that nobody here can read."""
     value = item.expect(dict, "an item such as {'role': 'user', 'content': '...'}")
     kind = value.get("type")
     if kind is None:
@@ -138,6 +143,8 @@ def _read(item: Field, memory: Memory) -> list[Message]:
             return [_piece(item, "content", content) if role == "assistant" else {"role": role, "content": content}]
         case "reasoning":
             text = "\n\n".join(_texts(item, "content") or _texts(item, "summary"))
+            # Some clients send back its id alone, as it came when its stream began.
+            text = text or _reply(item, memory).get("reasoning_content", "")
             return [_piece(item, "reasoning_content", text)] if text else []
         case "function_call":
             arguments = parts.arguments_of(item["arguments"])
@@ -175,10 +182,9 @@ def _texts(item: Field, name: str) -> list[str]:
 
 
 def _referenced(item: Field, memory: Memory) -> Field:
-    item_id, owner = item.get("id", str), _owner(item)
-    if owner is not None and f"resp_{owner}" in memory.responses:
-        for known in write_items(owner, memory.responses[f"resp_{owner}"][-1], tokens=()):
-            if known["id"] == item_id:
-                return Field(item.path, known)
+    item_id, reply = item.get("id", str), _reply(item, memory)
+    for known in write_items(_owner(item) or "", reply, tokens=()) if reply else ():
+        if known["id"] == item_id:
+            return Field(item.path, known)
     raise WireError("not_found", f"{item.path}.id: {show(item_id)} is no output item of this session; write the item "
                     "itself", param=f"{item.path}.id", code="item_not_found")

@@ -372,6 +372,12 @@ class TestGoingOn:
         assert messages_of(*references, memory=memory) == [reply]
         assert messages_of({"id": references[1]["id"]}, memory=memory) == [assistant("", None, [call()])]
 
+    def test_reasoning_that_comes_back_as_its_stream_began_is_what_was_recorded(self):
+        memory = new_memory()
+        begun, *rest = answer(assistant("a", "Hm"), memory).output
+        item = begun.to_dict() | {"content": [], "status": "in_progress"}
+        assert messages_of(item, *(each.to_dict() for each in rest), memory=memory) == [assistant("a", "Hm")]
+
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 arguments = texts | st.dictionaries(texts, st.integers() | texts | st.none(), max_size=3).map(json.dumps)
