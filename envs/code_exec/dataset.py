@@ -33,7 +33,9 @@ def task_in(row: TaskRow, shown: int = 0) -> Task:
     """
     prompt, tests = row.text("prompt"), _tests(row.get("tests"))
     if tests is None:
-        raise row.refused("tests", "a list of statements, or of {'input': ..., 'output': ...}")
+        raise row.refused("tests", "a list of statements, or of {'input': text, 'output': text}")
+    if not isinstance(row.get("entry_point"), str | None):
+        raise row.refused("entry_point", "the name of a function")
     outputs, checks = tests
     return Task("\n".join((prompt, *checks[:shown])), outputs, checks, row.get("entry_point"))
 
@@ -48,6 +50,7 @@ def _tests(value: Any) -> _Tests | None:
     items = list(value) if isinstance(value, Sequence) else []
     if items and all(isinstance(item, str) and item.strip() for item in items):
         return (), tuple(items)
-    if items and all(isinstance(item, Mapping) and isinstance(item.get("output"), str) for item in items):
-        return tuple(OutputTest(item.get("input") or "", item["output"]) for item in items), ()
+    if items and all(isinstance(item, Mapping) for item in items):
+        runs = tuple(OutputTest(item.get("input") or "", item.get("output")) for item in items)
+        return (runs, ()) if all(isinstance(text, str) for run in runs for text in (run.stdin, run.stdout)) else None
     return None

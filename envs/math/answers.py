@@ -6,6 +6,8 @@ Invariants: the work is linear in the length of the text, and no text raises.
 import re
 from typing import Literal
 
+from ..thinking import without_thinking
+
 __all__ = ["RULES", "Rule", "find_answer", "find_boxed"]
 
 Rule = Literal["any", "boxed"]
@@ -29,7 +31,7 @@ def find_answer(text: str, rule: Rule = "any") -> str | None:
     "boxed". With "any", where there is no box at all, not even one that is cut off, it is the formula or the rest of
     the sentence after the last "answer is" or "answer:"; failing that, the last number.
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    text = without_thinking(text)
     boxed, cut_off = find_boxed(text)
     if boxed is not None or cut_off or rule == "boxed":
         return boxed

@@ -24,7 +24,7 @@ __all__ = ["Execution", "Launch", "Limits", "Sandbox"]
 
 _BOOT = Path(__file__).with_name("boot.py").read_text(encoding="utf-8")
 # As `-I -S`, but `-I` would not let the environment, of which nothing is inherited, fix the hash seed.
-_PYTHON_FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")
+_PYTHON_FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
 _ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", "PATH": "/usr/bin", "PYTHONHASHSEED": "0"}
 _START_SECONDS = 10.0
 _QUEUE_SECONDS = 300.0

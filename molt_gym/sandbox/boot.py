@@ -6,6 +6,7 @@ imports this file. Once the byte on READY_FD is written, whatever happens is the
 
 import os
 import resource
+import site
 import sys
 
 
@@ -22,6 +23,7 @@ def _boot() -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), int(value)))
     os.write(ready_fd, b"R")
     os.close(ready_fd)
+    site.setquit()  # `-S` leaves out exit and quit
     sys.argv = ["main.py", *sys.argv[5:]]
     main = sys.modules["__main__"] = type(sys)("__main__")
     try:

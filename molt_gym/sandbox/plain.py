@@ -6,8 +6,10 @@ environment and leaving its session. **Not given**: the program reads and writes
 network, sees all processes, may start any number of them, and fills the disk. Run only programs that you trust.
 """
 
+import itertools
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,10 @@ class PlainProcess(Sandbox):
     """The lesser choice: see the top of this module for what it does not give."""
 
     def _launch(self, stack: ExitStack, limits: Limits) -> Launch:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="molt-gym-", ignore_cleanup_errors=True))
+        room = tempfile.mkdtemp(prefix="molt-gym-")
+        stack.callback(_remove, room)
+        folder = os.path.join(room, "tmp")
+        os.mkdir(folder)
         rlimits = {
             "CORE": 0,
             "CPU": ceil(limits.seconds) + 1,
@@ -54,6 +59,19 @@ class PlainProcess(Sandbox):
 
     def _exit_code(self, returncode: int) -> int:
         return returncode if returncode >= 0 else 128 - returncode
+
+
+def _remove(room: str) -> None:
+    """Removes a folder. Other than `shutil.rmtree`, which recurses, it takes folders nested to any depth."""
+    names = itertools.count()
+    with suppress(OSError):
+        while folders := [entry.path for entry in os.scandir(room) if entry.is_dir(follow_symlinks=False)]:
+            for folder in folders:
+                os.chmod(folder, 0o700)
+                for name in os.listdir(folder):
+                    os.rename(os.path.join(folder, name), os.path.join(room, str(next(names))))
+                os.rmdir(folder)
+    shutil.rmtree(room, ignore_errors=True)
 
 
 def _has(pid: int, tag: bytes) -> bool:

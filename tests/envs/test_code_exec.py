@@ -120,7 +120,23 @@ class TestReplies:
             ("```python\nprint(1)\n```", "print(1)"),
             ("Sure!\n```py\nprint(1)\n```\nDone.", "print(1)"),
             ("```\nprint(1)\n```", "print(1)"),
-            ("  ```Python \n  if 1:\n  ```", "  if 1:"),
+            ("  ```Python \n  if 1:\n      x\n  ```", "if 1:\n    x"),
+            ("1. So:\n   ```python\n   print(1)\n\n   print(2)\n   ```", "print(1)\n\nprint(2)"),
+            ("\t```python3.11\n\tprint(1)\n\t```", "print(1)"),
+            ("    ```python\nprint(1)\n```", "print(1)"),
+            ("~~~python\nprint(1)\n~~~", "print(1)"),
+            ("````python\nprint(1)\n````", "print(1)"),
+            ("````python\nprint(1)\n```", None),
+            ("```f(x)``` is\n```python\nprint(1)\n```", "print(1)"),
+            ("```python\nf\n```python\nprint(1)\n```", "print(1)"),
+            ("```python\nx = \"\"\"\n```sh\nls\n```\n\"\"\"\n```", "x = \"\"\"\n```sh\nls\n```\n\"\"\""),
+            ("```python\nx = \"\"\"\n    ```\n    ls\n    ```\"\"\"\n```",
+             "x = \"\"\"\n    ```\n    ls\n    ```\"\"\""),
+            ("```python\ndef f():\n    \"\"\"\n    ```\n    f()\n    ```\n    \"\"\"\n```",
+             "def f():\n    \"\"\"\n    ```\n    f()\n    ```\n    \"\"\""),
+            ("<think>\n```python\nprint(1)\n```\n</think>\nI cannot.", None),
+            ("<think>\n```python\nprint(1)\n</think>\n```python\nprint(2)\n```", "print(2)"),
+            ("```python\nprint(1)\n```\n<think>\n```python\nprint(2)\n```", "print(1)"),
             ("```python\nprint(1)\n```\nor\n```python\nprint(2)\n```", "print(2)"),
             ("```python\nprint(1)\n```\n```bash\nls\n```", "print(1)"),
             ("```python\nprint(1)\n```\n```python\nprint(2)", "print(1)"),
@@ -138,6 +154,13 @@ class TestReplies:
     )
     def test_the_last_closed_block_counts(self, text, program):
         assert program_in(text) == program
+
+    @pytest.mark.parametrize("piece", ["```python\n", "```\n", "~~~\n```\n", "    ```\n```p\n", "````\n```\n", "a\n"])
+    def test_a_text_of_a_million_characters_takes_no_time(self, piece):
+        begin = time.process_time()
+        program_in(piece * (1_000_000 // len(piece)))
+        program_in("~~~p\n" * 100_000 + "```\n" * 100_000)
+        assert time.process_time() - begin < 10
 
     @pytest.mark.parametrize("message", [say("hello"), say("```python\nprint(1)"), say(None), {"role": "assistant"}])
     def test_no_block_is_told(self, env, message):

@@ -35,6 +35,24 @@ from collections import Counter, namedtuple
 P = namedtuple("P", "x y")
 def f(s): return P(Counter(s), 2)
 """
+VIEWS = "def f(d): return d.keys(), d.values(), d.items()"
+LIBRARY = """
+from collections import deque
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+def f(): return Fraction(1, 3), Decimal("0.5"), deque([4])
+def g(day): return day + timedelta(days=2)
+"""
+DATACLASS = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+@dataclass
+class P:
+    x: int
+def f(x): return pickle.loads(pickle.dumps(P(x))).x
+"""
 HONEST = {
     "plain": ("def f(x): return x * x", *SQUARE.checks),
     "keywords": ("f = lambda *a, k=0: sum(a) + k", "assert f(1, 2, k=3) == 6"),
@@ -44,6 +62,14 @@ HONEST = {
     "text": ("def f(s): return s[::-1]", "assert f('a\\ud800é\\u2028') == '\\u2028é\\ud800a'"),
     "generators": ("def f(n):\n    yield n\n    yield 2", "assert list(f(3)) == [3, 2]", "assert next(f(1)) == 1"),
     "subclasses": (SUBCLASSES, "assert f('aab') == ({'a': 2, 'b': 1}, 2)"),
+    "ranges": ("def f(n): return range(1, n)", "assert f(3) == range(1, 3)", "assert list(f(3)) == [1, 2]"),
+    "views": (VIEWS, "a, b, c = f({1: 2})", "assert a == {1}", "assert list(b) == [2]", "assert list(c) == [(1, 2)]"),
+    "library types": (LIBRARY, "from fractions import Fraction", "a, b, c = f()",
+                      "assert (a, b, list(c)) == (Fraction(1, 3), 0.5, [4])",
+                      "from datetime import date", "assert g(date(2024, 2, 28)) == date(2024, 3, 1)"),
+    "dataclasses": (DATACLASS, "assert f(3) == 3"),
+    "a builtin's name": ("def f(n): return n\ndef sum(a, b): return 9", "assert f(1) == 1", "assert sum([1, 2]) == 3"),
+    "a module's name": ("def queue(x): return x", "assert queue(3) == 3"),
     "list in place": ("def f(xs): xs.sort()", "x = [3, 1]", "assert f(x) is None", "assert x == [1, 3]"),
     "dict in place": ("def f(d): d['k'] = 1", "d = {}", "f(d)", "assert d == {'k': 1}"),
     "exceptions": ("def f(x):\n    if x < 0: raise ValueError('no')\n    return x", RAISES, "assert f(1) == 1"),
@@ -89,6 +115,8 @@ DISHONEST = [
     ENCODE + "{'iterator': 5}" + ONE,
     ENCODE + "{'bytes': [1], 'x': 2}" + ONE,
     ENCODE + "{'dict': [[[], 1]]}" + ONE,
+    ENCODE + "{'range': ['x']}" + ONE,
+    ENCODE + "{'system': ['x']}" + ONE,
     "def f(x): return lambda: 1",
     "def f(x): return f",
     "def f(x): return f(x)",
@@ -151,6 +179,12 @@ if __name__ == "__main__":
         assert verdict(sandbox, code, check, entry_point="close").outcome == "passed"
         wrong = verdict(sandbox, code.replace("any", "all"), check, entry_point="close")
         assert (wrong.outcome, wrong.feedback) == ("wrong", "A hidden test failed. Wrong, try again.")
+
+
+    def test_the_entry_point_may_have_the_name_of_a_builtin(self, sandbox):
+        code, tests = "def sum(a, b): return a + b", "assert sum(10, 15) == 25"
+        assert verdict(sandbox, code, tests, entry_point="sum").outcome == "passed"
+        assert verdict(sandbox, code.replace("+", "-"), tests, entry_point="sum").outcome == "wrong"
 
 
 class TestDishonestPrograms:
@@ -279,6 +313,9 @@ class TestTestsThatFitNothing:
             (["assert f("], "the tests do not compile"),
             (["x = 1"], "the tests call no function of the solution"),
             (["def check(c):\n    assert c(1)"], "the tests call no function of the solution"),
+            (["assert sum(1, 2) == 3"], "the tests call no function of the solution \\(TypeError"),
+            (["import numpy", "assert f(1) == 1"], ".*No module named 'numpy'"),
+            (["assert f(1) == 1", "import numpy"], ".*No module named 'numpy'"),
             (["assert f(lambda x: x)"], "f is called with what cannot be sent: a value of type function"),
         ],
     )

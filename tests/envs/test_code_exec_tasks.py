@@ -178,10 +178,17 @@ class TestDatasets:
         env.reset(options={"index": 0})
         assert env.step({"role": "assistant", "content": "```python\ng = lambda x: x + 1\n```"})[1] == 1.0
 
-    @pytest.mark.parametrize("tests", [[], None, "", [1], ["assert f()", ""], {"a": 1}, [{"input": "x"}]])
+    @pytest.mark.parametrize("tests", [[], None, "", [1], ["assert f()", ""], {"a": 1}, [{"input": "x"}],
+                                       [{"input": 5, "output": "25"}], [{"input": "5", "output": 25}]])
     def test_a_row_without_tests_is_no_task(self, tmp_path, tests):
         path = tmp_path / "rows.jsonl"
         path.write_text(json.dumps({"prompt": "p", "tests": tests}))
         env = CodeExecEnv(dataset=str(path))
         with pytest.raises(EnvFailure, match="task: .*row 0: tests is .*; write a list"):
             env.reset(options={"index": 0})
+
+    def test_an_entry_point_is_a_name(self, tmp_path):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"prompt": "p", "tests": ["assert f()"], "entry_point": ["f"]}))
+        with pytest.raises(EnvFailure, match=r"entry_point is \['f'\]; write the name of a function"):
+            CodeExecEnv(dataset=str(path)).reset(options={"index": 0})

@@ -100,6 +100,13 @@ class TestResults:
         result = sandbox.run(code)
         assert result.exit_code == 1 and "Error" in result.stderr
 
+    @pytest.mark.parametrize(("code", "exit_code"), [("exit()", 0), ("quit(3)", 3), ("import sys; sys.exit('no')", 1)])
+    def test_a_program_may_exit_in_the_usual_ways(self, sandbox, code, exit_code):
+        assert sandbox.run(code).exit_code == exit_code
+
+    def test_whole_numbers_of_any_length_can_be_printed(self, sandbox):
+        assert sandbox.run("print(10**9000)").stdout == f"1{'0' * 9000}\n"
+
     def test_a_death_by_signal_is_an_exit_code(self, sandbox):
         assert sandbox.run("import os; os.kill(os.getpid(), 9)").exit_code == 128 + 9
         assert sandbox.run("import os; os.abort()").exit_code == 128 + 6
@@ -599,7 +606,26 @@ class TestFailures:
         with pytest.raises(ConfigError, match="sandbox: 'docker'; write one of 'bubblewrap', 'subprocess'"):
             make_sandbox("docker")
 
-    def test_no_file_descriptor_and_no_folder_is_left_behind(self, sandbox):
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "for _ in range(1200): os.mkdir('d'); os.chdir('d')",
+            "os.mkdir('d'); os.mkdir('d/d'); os.chmod('d/d', 0); os.chmod('d', 0)",
+            "os.symlink(path, 'link'); os.mkdir('0'); os.symlink(path, '0/0'); os.mkdir('0/1')",
+        ],
+        ids=["deep", "locked", "links"],
+    )
+    def test_no_folder_is_left_behind(self, sandbox, monkeypatch, tmp_path, code):
+        kept = tmp_path / "kept" / "file"
+        kept.parent.mkdir()
+        kept.touch()
+        folders = tmp_path / "temporary"
+        folders.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folders))
+        assert sandbox.run(f"import os; path = {str(kept.parent)!r}\n{code}", limits=Limits(seconds=20)).exit_code == 0
+        assert list(folders.iterdir()) == [] and kept.exists()
+
+    def test_no_file_descriptor_is_left_behind(self, sandbox):
         sandbox.run("print(1)")
         before = len(os.listdir("/proc/self/fd"))
         for code in ("print(1)", "1 / 0"):

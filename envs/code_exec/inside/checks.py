@@ -103,9 +103,9 @@ def update(given, now):
         given.update(now)
 
 
-def unknown_names(tree):
-    """Names that the tests use and neither define nor import: the solution is to define them."""
-    used, known = set(), set(dir(builtins))
+def missing_names(tree, entry_point):
+    """Names that the tests use and neither define nor import, and whether each is a module, else the solution's."""
+    used, called, known = set(), set(), set()
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
@@ -116,7 +116,11 @@ def unknown_names(tree):
                 known.add(name)
             case ast.alias(name=name, asname=asname):
                 known.add(asname or name.split(".")[0])
-    return used - known
+            case ast.Call(func=ast.Name(id=name)):
+                called.add(name)
+    # A check gets the function; other tests call it by its name, which may be that of a builtin.
+    ours = set(dir(builtins)) - ({entry_point} if "check" not in known else set())
+    return {name: name in sys.stdlib_module_names and name not in called for name in used - known - ours}
 
 
 def run(checks, entry_point, remote):
@@ -128,10 +132,9 @@ def run(checks, entry_point, remote):
         tree = ast.parse("\n".join(checks))
     except (SyntaxError, ValueError) as error:
         raise Unfit(f"the tests do not compile: {error}") from error
-    for name in unknown_names(tree):
+    for name, is_module in missing_names(tree, entry_point).items():
         # In one file with the tests, an import of the solution would serve them too.
-        standard = name in sys.stdlib_module_names
-        namespace[name] = importlib.import_module(name) if standard else remote.function(name)
+        namespace[name] = importlib.import_module(name) if is_module else remote.function(name)
     exec(compile(tree, "tests.py", "exec"), namespace)
     if "check" in namespace and entry_point:
         namespace["check"](remote.function(entry_point))
@@ -151,6 +154,8 @@ def main(checks, entry_point):
         status = 1 if error.code else 0
     except BaseException as error:
         status, text = (RAISED, remote.text) if error is remote.raised else (1, repr(error))
-    if status == 0 and not remote.calls:
-        status, text = UNFIT, "the tests call no function of the solution"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            status = UNFIT
+    if status < RAISED and not remote.calls:
+        status, text = UNFIT, f"the tests call no function of the solution ({text or 'and pass'})"
     leave(status, text)

@@ -25,7 +25,9 @@ def reply_to(namespace, name, arguments, keywords):
 
 def main(code):
     """Runs the code, then answers calls until none come."""
-    channel, namespace = Channel(), {"__name__": "solution"}
+    channel = Channel()
+    # Dataclasses and pickle look for their module.
+    namespace = vars(sys.modules.setdefault("solution", type(sys)("solution")))
     try:
         exec(compile(code, "main.py", "exec"), namespace)
     except BaseException as error:

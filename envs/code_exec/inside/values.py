@@ -1,11 +1,20 @@
 """Plain values as JSON and back; runs inside of sandboxes."""
 
+import importlib
 import json
 import sys
-
-sys.set_int_max_str_digits(0)
+from collections import deque
 
 _CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+_ITERABLE = {
+    "deque": deque,
+    "dict_keys": lambda items: dict.fromkeys(items).keys(),
+    "dict_values": lambda items: dict(enumerate(items)).values(),
+    "dict_items": lambda items: dict(items).items(),
+}
+_MADE = {"range": "builtins", "Fraction": "fractions", "Decimal": "decimal", "date": "datetime", "time": "datetime",
+         "datetime": "datetime", "timedelta": "datetime"}
+"""Types of the standard library that are made of plain data, by the modules that have them."""
 
 
 def encode(value):
@@ -26,9 +35,14 @@ def encode(value):
     for name in ("tuple", "set", "frozenset"):
         if isinstance(value, _CONTAINERS[name]):
             return {name: [encode(item) for item in value]}
+    kind = type(value).__name__
+    if kind in _ITERABLE:
+        return {kind: [encode(item) for item in value]}
+    if _MADE.get(kind) == type(value).__module__:
+        return {kind: [encode(item) for item in value.__reduce__()[1]]}
     if hasattr(value, "__next__"):
         return {"iterator": [encode(item) for item in value]}
-    raise TypeError(f"a value of type {type(value).__name__} cannot leave the sandbox")
+    raise TypeError(f"a value of type {kind} cannot leave the sandbox")
 
 
 def decode(data):
@@ -44,7 +58,10 @@ def decode(data):
         return complex(*items)
     if name == "bytes":
         return bytes.fromhex(items)
-    return _CONTAINERS[name](decode(item) for item in items)
+    items = (decode(item) for item in items)
+    if name in _MADE:
+        return getattr(importlib.import_module(_MADE[name]), name)(*items)
+    return (_CONTAINERS | _ITERABLE)[name](items)
 
 
 class Channel:
