@@ -25,6 +25,7 @@ from .config_types import (
     PositiveShare,
     Range,
     Section,
+    Seed,
     Share,
     Table,
     Text,
@@ -103,7 +104,7 @@ class RolloutConfig(Section):
     reasoning_parser: Text | None = None
     """How reasoning is read: "vllm:NAME" for one of vLLM's parsers; without it, a leading <think> block."""
     dynamic_filter: Range = None
-    """Train a group only if low < mean score < high: [low, high], or true for [0, 1]; other groups are replaced."""
+    """Train a group only if low < mean reward < high: [low, high], or true for [0, 1]; other groups are replaced."""
 
 
 class EvalConfig(Section):
@@ -192,7 +193,7 @@ class Config(Section):
     """Folder of the run; without it, a new one under runs/."""
     steps: Count = 40
     """Training steps."""
-    seed: Natural = 0
+    seed: Seed = 0
     """Fixes tasks, sampling and order."""
     placement: Literal["local", "ray"] = "local"
     """Where the parts run: local is this process and its children, ray a cluster or a machine of many devices."""

@@ -58,7 +58,7 @@ def evaluate(
     **overrides: Any,
 ) -> EvalResult | dict[str, EvalResult]:
     """See `molt_gym.evaluate`."""
-    sizes = [k] if isinstance(k, int) else list(k)
+    sizes = list(k) if isinstance(k, Sequence) else [k]
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ConfigError(f"k: {k!r}; write a number of attempts from 1 on, or a list of them")
     ids = [env] if isinstance(env, str) else list(dict.fromkeys(env))

@@ -173,7 +173,7 @@ def per_task_means(tasks: Iterable[TaskScore]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """A 95 % confidence interval of the mean over tasks; None where there are too few values to tell.
+    """A 95 % confidence interval of the mean over tasks; None where there are too few different values to tell.
 
     Wilson's score interval if each value is 0 or 1, which also holds where all tasks pass or none; otherwise the
     percentiles of the means of 2000 bootstrap resamples of the tasks, drawn with a fixed seed.
@@ -184,7 +184,7 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         half = _Z * sqrt(rate * (1 - rate) / n + spread / (4 * n))
         low, high = ((rate + spread / 2 + side * half) / (1 + spread) for side in (-1, 1))
         return max(low, 0.0), min(high, 1.0)
-    if n < 2:
+    if n < 2 or min(values) == max(values):
         return None
     array, generator = np.asarray(values, dtype=np.float64), np.random.default_rng(0)
     means = [array[generator.integers(n, size=n)].mean() for _ in range(_RESAMPLES)]

@@ -71,8 +71,8 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     assert np.mean([low <= 0.7 <= high for low, high in found]) > 0.91
 
 
-def test_one_task_that_is_neither_passed_nor_failed_tells_no_interval():
-    assert interval([0.5]) is None and interval([]) is None
+def test_values_that_are_neither_passes_nor_different_tell_no_interval():
+    assert interval([0.5]) is None and interval([]) is None and interval([0.5] * 9) is None
     assert "mean_at_2" not in summarize("Test-v0", [attempts(1, 0)], 2).intervals
 
 
