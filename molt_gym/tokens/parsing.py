@@ -12,6 +12,7 @@ answer in JSON.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from ..messages import Message, text_of
@@ -57,12 +58,13 @@ def message_of(content: str, calls: list[dict[str, Any]] | None, reasoning: str 
 
 
 def numbered(calls: Sequence[tuple[str, str]], messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Tool calls of names and arguments; their ids go on from those in `messages`."""
-    first = sum(len(message.get("tool_calls") or ()) for message in messages)
+    """Tool calls of names and arguments; their ids go on from those in `messages`, of which some may have been cut."""
+    taken = {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
     # Nine letters and digits: the one form of id that every chat template accepts.
+    free = (identifier for place in count(len(taken)) if (identifier := f"call{place:05d}") not in taken)
     return [
-        {"id": f"call{place:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for place, (name, arguments) in enumerate(calls, start=first)
+        {"id": next(free), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in calls
     ]
 
 

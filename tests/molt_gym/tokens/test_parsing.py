@@ -74,7 +74,9 @@ def test_tool_calls_are_read_and_numbered_through_the_conversation(renderer_of):
         {"name": "stop", "arguments": "{}"},
     ]
     validate_message(message)
-    assert renderer.parse(sampled, [message, message], tools)["tool_calls"][0]["id"] == "call00004"
+    later = renderer.parse(sampled, [message], tools)
+    assert [call["id"] for call in later["tool_calls"]] == ["call00002", "call00003"]
+    assert [call["id"] for call in renderer.parse(sampled, [later], tools)["tool_calls"]] == ["call00004", "call00005"]
     assert renderer.parse(sampled, tools=tools) == message
 
 
