@@ -245,6 +245,14 @@ async def test_many_more_requests_than_fit_are_all_answered(engine, load, expect
     check(replies, prompts, load(), expected)
 
 
+@torch.no_grad()
+def margins(model: torch.nn.Module, prompt: list[int], reply: list[int]) -> list[float]:
+    """By how much, for each token of a reply, the least decided router prefers its second expert to the third."""
+    routers = model(torch.tensor([prompt + reply]), output_router_logits=True).router_logits
+    ranked = torch.stack(list(routers)).softmax(-1).sort(-1, descending=True).values
+    return (ranked[..., 1] - ranked[..., 2]).amin(0)[len(prompt) - 1 : -1].tolist()
+
+
 FRESH = """
 import asyncio, json, sys, time, torch
 from transformers import AutoTokenizer
@@ -304,8 +312,11 @@ async def test_experts_and_an_untied_head_arrive_and_weights_that_do_not_fit_end
         for reply, prompt in zip(await within(WAIT, *flying), PROMPTS, strict=True):
             old = reply.versions.count(version)
             assert reply.versions == [version] * old + [version + 1] * (len(reply.ids) - old)
-            assert reply.logprobs[:old] == pytest.approx(expected(before, prompt, reply.ids)[:old], abs=1e-4)
-            assert reply.logprobs[old:] == pytest.approx(expected(model, prompt, reply.ids)[old:], abs=1e-4)
+            for of, part in ((before, slice(old)), (model, slice(old, None))):
+                # A router that hardly prefers one expert to another may choose the other in a batch.
+                clear = torch.tensor(margins(of, prompt, reply.ids)[part]) > 1e-6
+                theirs = torch.tensor(expected(of, prompt, reply.ids)[part])
+                assert torch.tensor(reply.logprobs[part])[clear].numpy() == pytest.approx(theirs[clear], abs=1e-4)
             straddling |= 0 < old < len(reply.ids)
     check(await play(engine, PROMPTS), PROMPTS, model, expected)
 
