@@ -70,7 +70,8 @@ class CommandAgent(ChatAgent):
         self.command = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
         if not self.command:
             raise ValueError(f"command: {command!r}; write the name of a program, or a list that begins with it")
-        self.env, self.cwd, self._tasks = dict(env or {}), cwd, tasks
+        self.env = {name: str(value) for name, value in (env or {}).items()}
+        self.cwd, self._tasks = cwd, tasks
         self.num_tasks = None if tasks is None else len(tasks)
 
     def task(self, index: int, rng: np.random.Generator) -> Any:

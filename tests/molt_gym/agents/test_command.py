@@ -106,8 +106,8 @@ async def test_a_program_sees_no_variable_that_is_not_its_business(play, monkeyp
         monkeypatch.setenv(name, "canary")
     monkeypatch.setenv("LANG", "C.UTF-8")
     code = "import json, os; print(json.dumps({'reward': 1, 'info': dict(os.environ)}))"
-    seen = (await play(python(code, env={"MINE": "given", "TZ": "UTC"}))).info
-    assert "canary" not in seen.values() and (seen["MINE"], seen["TZ"], seen["LANG"]) == ("given", "UTC", "C.UTF-8")
+    seen = (await play(python(code, env={"MINE": 7, "TZ": "UTC"}))).info
+    assert "canary" not in seen.values() and (seen["MINE"], seen["TZ"], seen["LANG"]) == ("7", "UTC", "C.UTF-8")
     assert seen["PATH"] == os.environ["PATH"] and seen["OPENAI_BASE_URL"].endswith("/v1")
 
 
