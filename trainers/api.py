@@ -95,7 +95,6 @@ def train_with(
         path = Path(settings.out) if settings.out else default_path(env, resolved.name)
         resume = earlier is not None and settings.checkpoint.resume == "auto"
         with RunDir(path, resume=resume) as run_dir:
-            run_dir.write_config(settings.to_toml())
             seed_everything(settings.seed)
             return run(_train(settings, resolved, frozen, run_dir, progress, curriculum, resume=resume))
 
@@ -124,8 +123,8 @@ async def _train(
 ) -> TrainResult:
     from .actor.fsdp_actor import ActorSpec
 
-    total = config.steps * config.algorithm.updates_per_batch
-    config = config.model_copy(update={"out": str(run_dir.path.absolute())})
+    total, written = config.steps * config.algorithm.updates_per_batch, config.to_toml()
+    config = config.model_copy(update={"out": str(run_dir.path)})
     async with AsyncExitStack() as stack:
         stack.callback(draw_curve, run_dir, progress)
         placement = await asyncio.to_thread(place, config, config.actor.world_size, progress.message)
@@ -147,6 +146,8 @@ async def _train(
         loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher, about(model.path, config.actor), league)
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
+        # Settings that do not fit the checkpoint must not take the place of those that do.
+        run_dir.write_config(written)
         progress.start(config, run_dir.path, run_dir.read_metrics() if resumed else ())
         checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path,
                                             adapter=run_dir.path / "adapter"))

@@ -74,8 +74,9 @@ class Checkpoints:
             return
         copied: Future[None] = Future()
         state = {"step": step, **self._about, **state, "generators": _generators()}
-        self._writing = call_in_thread(partial(self._write, step, actor, state, copied), "molt-gym-checkpoints")
+        # Before the thread may take it back.
         self.step = step
+        self._writing = call_in_thread(partial(self._write, step, actor, state, copied), "molt-gym-checkpoints")
         wait([copied, self._writing], return_when=FIRST_COMPLETED)
         if not copied.done() or not self._asynchronous:
             self.finish()
@@ -131,7 +132,7 @@ class Checkpoints:
         # Later ones are not whole, or this run would have gone on from them: they must not take the place of one that
         # is.
         best = best_checkpoint(self._folder)
-        for old in sorted(other for other in self._folder.glob("step-*") if other.name <= path.name)[: -self._keep]:
+        for old in [other for other in _all(self._folder) if _step(other) <= _step(path)][: -self._keep]:
             if old != best:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -165,6 +166,15 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
+def _all(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint, by step."""
+    return sorted((path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def mark_best(folder: Path, scores: Mapping[int, Any]) -> Path | None:
     """Let the link `folder`/best lead to the checkpoint with the highest of the scores by step, and return it.
 
@@ -179,6 +189,9 @@ def mark_best(folder: Path, scores: Mapping[int, Any]) -> Path | None:
     temporary = folder / f".partial-{BEST}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(best.name)
+    if link.is_dir() and not link.is_symlink():
+        # What copied the run has followed the link.
+        shutil.rmtree(link)
     os.replace(temporary, link)
     return best
 
@@ -186,12 +199,12 @@ def mark_best(folder: Path, scores: Mapping[int, Any]) -> Path | None:
 def best_checkpoint(folder: Path) -> Path | None:
     """The one that `mark_best` marked."""
     link = folder / BEST
-    return folder / os.readlink(link) if link.is_dir() else None
+    return folder / os.readlink(link) if link.is_symlink() and link.is_dir() else None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; each broken one that is newer is named in a warning."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
+    for path in reversed(_all(folder)):
         trouble = problem(path)
         if trouble is None:
             return path

@@ -59,6 +59,7 @@ NUMBER = BeforeValidator(_no_bool)
 Count = Annotated[int, Ge(1), NUMBER]
 Natural = Annotated[int, Ge(0), NUMBER]
 Positive = Annotated[float, Gt(0), NUMBER]
+Seed = Annotated[int, Ge(0), Lt(2**63), NUMBER]
 NotNegative = Annotated[float, Ge(0), NUMBER]
 Share = Annotated[float, Ge(0), Le(1), NUMBER]
 PositiveShare = Annotated[float, Gt(0), Le(1), NUMBER]

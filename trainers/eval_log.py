@@ -14,7 +14,7 @@ from typing import Any
 from molt_gym.errors import ConfigError
 
 from .atomic import atomic_path, recover
-from .run_dir import hold
+from .run_dir import Hold
 from .scores import TaskScore
 
 
@@ -31,7 +31,7 @@ class EvalDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out: cannot make {path}: {error.strerror}; choose another folder") from error
-        self._lock = hold(self.path)
+        self._lock = Hold(self.path)
         recover(self.path)
 
     def log(self, env: str, settings: Mapping[str, Any]) -> "EvalLog":

@@ -6,6 +6,7 @@ pass@k is the unbiased estimator over the attempts that ended; in a run, the wei
 
 import asyncio
 import inspect
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -101,6 +102,7 @@ class Evaluations:
     ) -> None:
         self._config, self._evaluate, self._run_dir, self._progress = config, evaluate, run_dir, progress
         self._running: asyncio.Task[None] | None = None
+        self._marking = threading.Lock()
         rollout = config.rollout
         # Plain transformers play in waves, which others would join. Memory that was handed over cannot be played with.
         self.concurrent = rollout.engine == "vllm" and config.eval.concurrent and not rollout.release_memory
@@ -149,9 +151,10 @@ class Evaluations:
             self._progress.message(f"an evaluation was given up: {why}")
 
     def mark_best(self) -> None:
-        """See `checkpoint.mark_best`."""
+        """See `checkpoint.mark_best`; in any thread."""
         try:
-            mark_best(self._run_dir.checkpoints_path, self._scores())
+            with self._marking:
+                mark_best(self._run_dir.checkpoints_path, self._scores())
         except OSError as error:
             self._progress.message(f"the best checkpoint is not marked: {error}")
 

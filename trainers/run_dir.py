@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, ClassVar
 
 from molt_gym.errors import ConfigError
 from molt_gym.tokens.trajectory import Trajectory, write_jsonl
@@ -52,7 +52,8 @@ class RunDir:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
-        self.path = Path(path)
+        # An env may change the working directory.
+        self.path = Path(path).absolute()
         self.config_path = self.path / "config.toml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.rollouts_path = self.path / "rollouts"
@@ -69,11 +70,15 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out: cannot make {error.filename}: {error.strerror}; choose another folder") from error
-        self._lock = hold(self.path)
-        for folder in folders:
-            recover(folder)
-        self._metrics = self.metrics_path.open("ab", buffering=0)
-        self.cut_metrics()
+        self._lock = Hold(self.path)
+        try:
+            for folder in folders:
+                recover(folder)
+            self._metrics = self.metrics_path.open("ab", buffering=0)
+            self.cut_metrics()
+        except BaseException:
+            self._lock.close()
+            raise
 
     def close(self) -> None:
         """Let another process have the folder. Idempotent."""
@@ -118,7 +123,7 @@ class RunDir:
         """
         lines = [line for line in _whole_lines(self.metrics_path) if json.loads(line).get("step", 0) <= step]
         for file in self.rollouts_path.glob("step-*.jsonl"):
-            if int(file.stem.removeprefix("step-")) > step:
+            if (number := file.stem.removeprefix("step-")).isdecimal() and int(number) > step:
                 file.unlink()
         with atomic_path(self.metrics_path) as temporary:
             temporary.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -191,19 +196,36 @@ def _whole_lines(path: Path) -> list[bytes]:
     return lines
 
 
-def hold(folder: Path) -> BinaryIO:
-    """A lock on a folder, until the file that is returned is closed.
+class Hold:
+    """A lock on a folder, until `close`.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process has it, or another run of this one; or nothing can be written there.
     """
-    # A POSIX record lock: a killed process frees it and forked children do not inherit it, unlike flock.
-    file = (folder / ".lock").open("wb")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # Other errors mean that this file system has no locks.
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            file.close()
-            raise ConfigError(f"out: another process is writing to {folder}; choose another folder") from None
-    return file
+
+    _here: ClassVar[set[Path]] = set()
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder.resolve()
+        # These locks do not keep out their own process, which would give this one up by closing the file once more.
+        if self._path in self._here:
+            raise ConfigError(f"out: another run of this process is writing to {folder}; choose another folder")
+        try:
+            self._file = (folder / ".lock").open("wb")
+        except OSError as error:
+            raise ConfigError(f"out: cannot write to {folder}: {error.strerror}; choose another folder") from error
+        # A POSIX record lock: a killed process frees it and forked children do not inherit it, unlike flock.
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Other errors mean that this file system has no locks.
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._file.close()
+                raise ConfigError(f"out: another process is writing to {folder}; choose another folder") from None
+        self._here.add(self._path)
+
+    def close(self) -> None:
+        """Let others have the folder. Idempotent."""
+        if not self._file.closed:
+            self._file.close()
+            self._here.discard(self._path)

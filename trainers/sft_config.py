@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from .config_actor import ActorConfig, Schedule
 from .config_schema import CheckpointConfig
-from .config_types import Count, Natural, Number, Positive, Section, Share, Table, Text
+from .config_types import Count, Natural, Number, Positive, Section, Seed, Share, Table, Text
 
 
 class DatasetConfig(Section):
@@ -73,7 +73,7 @@ class SftConfig(Section):
     """Passes over the data."""
     steps: Count | None = None
     """Optimizer updates, in place of epochs."""
-    seed: Natural = 0
+    seed: Seed = 0
     """Fixes the order and what is held out."""
     batch_size: Count = 16
     """Conversations (or rollouts) of an update."""

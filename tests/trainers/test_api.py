@@ -57,6 +57,14 @@ def test_a_run_does_not_go_on_as_another_one(
         train(tmp_path / "run", steps=2, **changed)
 
 
+def test_settings_that_do_not_fit_the_checkpoint_leave_those_that_do(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=1, eval__before=False, eval__after=False)
+    settings = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match="another actor.lora"):
+        train(tmp_path / "run", steps=2, actor__lora__rank=4)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == settings
+
+
 def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_path: Path) -> None:
     train(tmp_path / "run", steps=1)
     with pytest.raises(ConfigError, match="in use"):
@@ -70,6 +78,9 @@ def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_p
     ({"rollout__group_size": 1}, ConfigError, "group_size"),
     ({"rollout__top_p": 0.9}, ConfigError, "top_p"),
     ({"env_kwargs": {"no_such": 1}}, Exception, "no_such"),
+    ({"env_kwargs": {"num_tasks": -1}}, ConfigError, "num_tasks is -1; write"),
+    ({"env_kwargs": {"num_tasks": 2.5}}, ConfigError, "num_tasks is 2.5; write"),
+    ({"seed": 2**64}, ConfigError, "seed"),
     ({"rollout__max_context": 4096}, ConfigError, "4096 .* 1024"),
     ({"algorithm__updates_per_batch": 3}, ConfigError, "divide"),
     ({"model": "no/such/folder"}, ConfigError, "no/such/folder"),

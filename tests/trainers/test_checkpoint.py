@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from molt_gym.threads import call_in_thread
+from molt_gym.trainers import checkpoint
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
@@ -179,6 +182,23 @@ def test_a_step_that_could_not_be_written_can_be_tried_again(actor: LocalActor, 
     assert len(said) == 2
 
 
+def test_a_step_that_fails_at_once_can_be_tried_again(
+    actor: LocalActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the caller gets to run: how soon a thread is, is up to the system."""
+    def at_once(call: Callable[[], Any], name: str) -> Any:
+        wait([future := call_in_thread(call, name)])
+        return future
+
+    monkeypatch.setattr(checkpoint, "call_in_thread", at_once)
+    checkpoints = Checkpoints(folder := tmp_path / "checkpoints", KEEP)
+    with pytest.raises(OSError):
+        checkpoints.begin(1, actor, {})
+    folder.mkdir()
+    checkpoints.begin(1, actor, {})
+    assert checkpoints.finish() == newest_checkpoint(folder)
+
+
 def test_saving_a_step_again_keeps_the_first_until_the_second_is_there(
     actor: LocalActor, folder: Path, tmp_path: Path, at_each_write: AtEachWrite
 ) -> None:
@@ -239,6 +259,31 @@ def test_broken_checkpoints_of_later_steps_do_not_push_out_whole_ones(actor: Loc
     save_checkpoint(folder, 4, actor, {}, KEEP)
     assert sorted(path.name for path in folder.iterdir()) == [
         "step-000003", "step-000004", "step-000007", "step-000008"]
+
+
+def test_what_a_user_puts_beside_checkpoints_is_neither_loaded_nor_deleted(actor: LocalActor, folder: Path) -> None:
+    mine = shutil.copytree(folder / "step-000002", folder / "step-000003-mine")
+    assert newest_checkpoint(folder) == folder / "step-000003"
+    for step in (4, 5):
+        save_checkpoint(folder, step, actor, {}, KEEP)
+    assert sorted(folder.iterdir()) == [mine, folder / "step-000004", folder / "step-000005"]
+
+
+def test_the_newest_is_that_of_the_highest_number(actor: LocalActor, folder: Path) -> None:
+    for step in (999_999, 1_000_000, 1_000_001):
+        save_checkpoint(folder, step, actor, {}, KEEP)
+        assert newest_checkpoint(folder) == folder / f"step-{step}"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1000000", "step-1000001"]
+
+
+def test_a_copy_of_a_run_that_has_a_folder_in_place_of_the_link_to_the_best_is_gone_on_with(
+    actor: LocalActor, folder: Path
+) -> None:
+    shutil.copytree(folder / "step-000002", folder / "best")
+    assert best_checkpoint(folder) is None
+    save_checkpoint(folder, 4, actor, {}, KEEP)
+    assert mark_best(folder, {3: 0.5, 4: 0.1}) == best_checkpoint(folder) == folder / "step-000003"
+    assert (folder / "best").is_symlink()
 
 
 def test_the_newest_few_stay(actor: LocalActor, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 import asyncio
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest.mock import Mock
 
 import gymnasium as gym
 import pytest
@@ -9,12 +11,15 @@ import torch
 
 from molt_gym import EnvFailure, RunFailed, Turn, as_policy
 from molt_gym.tokens import Failure, Sampling, Trajectory
-from molt_gym.trainers.evaluate import evaluate, held_out_kwargs, pass_at_k, summarize
+from molt_gym.trainers.checkpoint import best_checkpoint
+from molt_gym.trainers.config import load_config
+from molt_gym.trainers.evaluate import Evaluations, evaluate, held_out_kwargs, pass_at_k, summarize
 from molt_gym.trainers.rollout.gate import WaveGate
 from molt_gym.trainers.rollout.pool import TaskStream
 from molt_gym.trainers.rollout.runner import Limits, Runner
 from molt_gym.trainers.rollout.seats import PolicySeat, TokenSeat
 from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
+from molt_gym.trainers.run_dir import RunDir
 
 
 def attempts(*rewards):
@@ -54,6 +59,19 @@ def test_pass_at_one_and_at_k_are_means_over_tasks():
     assert result.metrics() == pytest.approx({"pass_at_1": 1.25 / 3, "pass_at_4": 2 / 3, "pass_hat_4": 1 / 3,
                                               "mean_at_4": 5.9 / 12, "reward_mean": 5.9 / 12, "length_mean": 0,
                                               "truncated": 0, "episodes": 3})
+
+
+def test_the_best_checkpoint_can_be_marked_by_several_threads(tmp_path):
+    said = []
+    with RunDir(tmp_path / "run") as run_dir:
+        for step in (1, 2):
+            run_dir.append_metrics({"step": step, "eval/when": "", "eval/E/reward_mean": 1.0})
+            (run_dir.checkpoints_path / f"step-{step:06d}").mkdir()
+        evaluations = Evaluations(load_config("E"), None, run_dir, Mock(message=said.append))
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(100):
+                threads.submit(evaluations.mark_best)
+        assert not said and best_checkpoint(run_dir.checkpoints_path).name == "step-000002"
 
 
 def test_a_failed_attempt_is_no_score_of_zero():

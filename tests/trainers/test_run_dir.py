@@ -78,6 +78,36 @@ def test_two_processes_cannot_write_to_one_run(run):
     assert other.returncode and "another process is writing" in other.stderr
 
 
+def test_two_runs_of_one_process_cannot_write_to_one_folder(run):
+    with pytest.raises(ConfigError, match="another run of this process"):
+        RunDir(run.path.parent / "." / "run", resume=True)
+    run.close()
+    run.metrics_path.write_bytes(b"{\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="metrics.jsonl:1"):
+            RunDir(run.path, resume=True)
+    run.metrics_path.write_bytes(b"")
+    RunDir(run.path, resume=True).close()
+
+
+def test_a_run_stays_in_its_folder_where_somebody_changes_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDir("run") as run:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        run.append_metrics({"step": 1})
+        run.write_rollouts(1, [])
+        run.cut_metrics()
+    assert run.rollouts_path == tmp_path / "run" / "rollouts" and len(run.read_metrics()) == 1
+
+
+def test_what_a_user_puts_beside_the_transcripts_stays(run):
+    (run.rollouts_path / "step-notes.jsonl").write_text("mine")
+    run.write_rollouts(3, [])
+    run.cut_metrics(2)
+    assert [path.name for path in run.rollouts_path.iterdir()] == ["step-notes.jsonl"]
+
+
 def test_a_half_written_line_is_dropped_with_a_warning_and_the_next_one_is_whole(run):
     run.append_metrics({"step": 1})
     with run.metrics_path.open("ab") as file:

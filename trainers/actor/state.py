@@ -90,7 +90,9 @@ def read_state(state: State, folder: Path, model: str) -> None:
     try:
         dcp.load({name: value for name, value in state.items() if name != NAMES}, checkpoint_id=folder)
     except CheckpointException as error:
-        raise ConfigError(f"model: {folder} was saved from another one than {model}; {_cause(error)}") from error
+        raise ConfigError(f"model: {folder} was saved from another one than {model}, or with another actor.lora or "
+                          f"actor.optimizer, or without a critic (algorithm.estimator); write what it was, or begin "
+                          f"another run ({_cause(error)})") from error
 
 
 def _copied(state: Any) -> Any:

@@ -120,7 +120,7 @@ def _smollm2(say: Callable[[str], None]) -> ResolvedModel:
 
 def _found(name: str, say: Callable[[str], None]) -> ResolvedModel:
     """A local folder or a model of the hub."""
-    path = Path(name).expanduser()
+    path = Path(name).expanduser().absolute()
     if path.is_dir():
         if (problem := hub.missing_from(path)) is not None:
             raise ConfigError(f"model: the folder {name} {problem}")

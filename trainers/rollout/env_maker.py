@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any, Literal
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from molt_gym.agents import AgentEnv
+from molt_gym.errors import ConfigError
 from molt_gym.judge_source import Address, desk
 from molt_gym.registry import creators, find_spec, make
 
@@ -57,13 +59,19 @@ class EnvMaker:
         return creators(self.spec)[0] is AgentEnv
 
     def num_tasks(self) -> int | None:
-        """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once."""
+        """How many tasks there are; None for no end of them. Makes an env, so that bad keywords show at once.
+
+        Raises:
+            ConfigError: it is no number of tasks.
+        """
         if self.own_process:
             with closing(EnvProcess(self)) as process:
                 count, _judges[self.env_id] = process.run(survey)
         else:
             with closing(self()) as env:
                 count, _judges[self.env_id] = survey(env)
+        if count is not None and (not isinstance(count, int | np.integer) or count < 0):
+            raise ConfigError(f"{self.env_id}: num_tasks is {count!r}; write an integer from 0 on, or None for no end")
         return count
 
     @property
