@@ -30,6 +30,7 @@ from .handover import Handover, made_to_stay
 from .league import League
 from .progress import Progress
 from .rollout.engine import RolloutEngine
+from .rollout.env_calls import carried
 from .rollout.pool import Batch, Pool
 from .run_dir import RunDir
 from .session import Sampler
@@ -200,7 +201,7 @@ class Loop:
                     metrics |= await self.teacher.score([row for window in rows for row in window])
             with self.watchdog.doing(f"training step {self.step + 1}"):
                 await self.handover.to_actor(self.actor)
-                metrics |= more | await asyncio.to_thread(self.actor.train, rows, self.kl.coefficient)
+                metrics |= more | await asyncio.to_thread(carried, self.actor.train, rows, self.kl.coefficient)
             metrics |= self.kl.step(metrics, sum(map(len, groups)))
         with self.watchdog.doing("the evaluation that runs, before the weights change"):
             await self._served(self.evaluations.finish(), self._give_up_evaluation)

@@ -8,9 +8,10 @@ import math
 import pickle
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import gymnasium as gym
@@ -26,6 +27,8 @@ from molt_gym.messages import Conversation, Message, validate_conversation
 from molt_gym.task_env import TaskEnv, finite
 
 from .ticket import Ticket
+
+T = TypeVar("T")
 
 END_TIMEOUT = 5.0
 """Seconds that an agent whose turns are used up may take to end."""
@@ -191,8 +194,19 @@ def _portable(error: BaseException) -> tuple[Exception, str]:
         return RuntimeError(f"{type(error).__name__}: {error}"), text
 
 
+def carried(call: Callable[..., T], *arguments: Any) -> T:
+    """What a user's code returns; what it raises is made `storable`."""
+    try:
+        return call(*arguments)
+    except BaseException as error:
+        if (found := storable(error)) is error:
+            raise
+        raise found from error
+
+
 def storable(error: BaseException) -> Exception:
     """The error, or one that a future can carry and that does not end the run, as that of an env that calls exit()."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+    # asyncio takes the cancellation of a future within the env for one of whoever waits for the env.
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | concurrent.futures.CancelledError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

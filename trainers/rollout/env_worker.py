@@ -13,7 +13,7 @@ import gymnasium as gym
 
 from molt_gym.threads import Worker
 
-from .env_calls import leave, storable
+from .env_calls import carried, leave
 from .env_process import CLOSE_TIMEOUT, EnvProcess
 
 T = TypeVar("T")
@@ -71,14 +71,9 @@ class EnvWorker:
     def _run(self, work: Callable[[gym.Env], T], answer: Callable[[], Any] | None) -> T:
         if self._process is not None:
             return self._process.run(work, answer)
-        try:
-            if self._env is None:
-                self._env = self._make()
-            return work(self._env)
-        except BaseException as error:
-            if (carried := storable(error)) is error:
-                raise
-            raise carried from error
+        if self._env is None:
+            self._env = carried(self._make)
+        return carried(work, self._env)
 
     def leave(self) -> None:
         """Free what the last episode holds, before the next call; does not wait."""

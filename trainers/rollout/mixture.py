@@ -18,6 +18,7 @@ from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.tokens import Trajectory
 
 from ..config import Config
+from .env_calls import carried
 from .pool import Batch, Plan, Pool, TaskStream
 from .ticket import Ticket
 
@@ -185,7 +186,7 @@ class MixedPool(Pool):
 
     async def _reweigh(self, curriculum: Curriculum) -> None:
         try:
-            weights = await asyncio.to_thread(curriculum, self._last_line())
+            weights = await asyncio.to_thread(carried, curriculum, self._last_line())
             self._mixture.reweigh(self._cursor, {} if weights is None else weights)
         except Exception as error:  # noqa: BLE001  whatever a user's function raises
             raise RunFailed(f"curriculum: {type(error).__name__}: {error}") from error

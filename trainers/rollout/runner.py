@@ -193,7 +193,10 @@ class Runner:
                 return await seat.reply(observation)
         except PromptTooLong as error:
             raise _Failed("prompt_too_long", str(error)) from error
-        except Exception as error:  # noqa: BLE001  a reply that fails, fails this rollout alone
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  a reply that fails, fails this rollout alone
+            # Something within the policy may be cancelled, too.
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise
             if limit.expired():
                 raise _Failed("generate_timeout", f"no reply within {self.limits.generate_timeout:g} s "
                               "(rollout.generate_timeout)") from error

@@ -136,6 +136,12 @@ async def test_a_curriculum_is_given_the_last_line_before_each_step_but_the_firs
     assert second.weights == {"A": 0, "B": 3} and seen == [{"step": 1, "reward/A": 1.0}]
 
 
+async def test_a_curriculum_that_has_run_out_ends_the_run(pool_of):
+    weights = iter(())
+    with pytest.raises(RunFailed, match="curriculum: RuntimeError: StopIteration"):
+        await next_batch(pool_of({"A": 1, "B": 1}, lambda line: next(weights)), 2)
+
+
 async def test_a_pool_goes_on_with_the_groups_that_it_would_have_played(pool_of):
     def curriculum(line):
         return {"A": 0.2, "B": 0.8}

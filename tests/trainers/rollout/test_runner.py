@@ -2,6 +2,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent import futures
 
 import gymnasium as gym
 import numpy as np
@@ -179,6 +180,8 @@ def raises(error):
     ({"answer": raises(ZeroDivisionError("oh"))}, "step_error", "Test-v0: step raised ZeroDivisionError: oh"),
     ({"answer": raises(StopIteration("over"))}, "step_error", "StopIteration: over"),
     ({"answer": raises(SystemExit(2))}, "step_error", "SystemExit: 2"),
+    ({"answer": raises(futures.CancelledError())}, "step_error", "CancelledError"),
+    ({"begin": raises(asyncio.CancelledError())}, "reset_error", "CancelledError"),
     ({"answer": raises(TimeoutError("judge"))}, "step_error", "TimeoutError: judge"),
     ({"answer": raises(EnvFailure("sandbox", "it died"))}, "sandbox", "sandbox: it died"),
     ({"begin": lambda env, index: [{"role": "robot", "content": ""}]}, "reset_error", "'robot'"),
@@ -241,6 +244,7 @@ async def test_infos_are_kept_where_json_can_hold_them(scripted):
 
 @pytest.mark.parametrize(("policy", "message"), [
     (raises(OSError("no route")), "OSError: no route"), (raises(TimeoutError("slow")), "TimeoutError: slow"),
+    (raises(futures.CancelledError()), "CancelledError"), (raises(asyncio.CancelledError()), "CancelledError"),
     (lambda observation: 5, "5"), (lambda observation: {"role": "user", "content": "me"}, "user")])
 async def test_a_policy_that_errs_fails_its_rollout(scripted, policy, message):
     trajectory = await play(scripted(), policy=policy)
