@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from molt_gym.errors import RunFailed
+from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.images import ImageSpan
 
 from ..models.quiet import quiet_libraries
@@ -41,12 +43,15 @@ class LocalActor:
     """An `Actor` of `actor.world_size` ranks on this machine.
 
     Raises:
-        ConfigError: the model is of a kind that cannot be trained.
+        ConfigError: the model is of a kind that cannot be trained, or the process has an actor already.
         RunFailed: a rank did not start.
     """
 
     def __init__(self, spec: ActorSpec) -> None:
         ranks = spec.config.actor.world_size
+        if dist.is_initialized():
+            raise ConfigError("actor: this process trains already, or has a process group of its own; begin another "
+                              "run when that is over, or in another process")
         admitted(spec)
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._lost = False
@@ -198,9 +203,21 @@ def _start(spec: ActorSpec, rank: int, ranks: int, port: int) -> tuple[BaseProce
     ours, theirs = context.Pipe()
     process = context.Process(target=_rank, args=(theirs, spec, rank, ranks, port), daemon=True,
                               name=f"molt-gym-actor-{rank}")
-    process.start()
+    with _no_script():
+        process.start()
     theirs.close()
     return process, ours
+
+
+@contextmanager
+def _no_script() -> Iterator[None]:
+    """What is started does not run the user's script first, which may have no `if __name__ == "__main__"`."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -> None:

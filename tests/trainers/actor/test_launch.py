@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from molt_gym.errors import ConfigError
 from molt_gym.trainers.actor.actor import ActorLost
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
@@ -143,6 +144,14 @@ def test_weights_that_nobody_takes_to_the_end_leave_the_ranks_in_step(pair: Loca
     assert len(list(pair.weights())) > 1
 
 
+def test_a_process_has_one_actor_at_a_time_and_a_second_does_not_disturb_it(
+    pair: LocalActor, spec: Build, random_rows: Rows
+) -> None:
+    with pytest.raises(ConfigError, match="actor: this process trains already"):
+        LocalActor(spec())
+    pair.train([random_rows(2, 2)])
+
+
 def test_a_rank_that_was_killed_between_two_calls_is_named(pair: LocalActor, random_rows: Rows) -> None:
     # The last test of this pair.
     (rank,) = ranks_of(pair)
@@ -206,6 +215,27 @@ def test_no_rank_outlives_a_parent_that_was_killed(model_path: Callable[..., Pat
     while alive(rank) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(rank)
+
+
+SCRIPT = """
+import sys
+import torch
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.config import load_config
+
+with open(sys.argv[2], "a") as file:
+    file.write("run once ")
+config = load_config("Any-v0", overrides={"actor.world_size": 2})
+LocalActor(ActorSpec(sys.argv[1], config, torch.float32, 1)).close()
+"""
+
+
+def test_ranks_do_not_run_the_script_that_starts_them(model_path: Callable[..., Path], tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    subprocess.run([sys.executable, str(script), str(model_path()), str(log)], check=True, timeout=300)
+    assert log.read_text() == "run once "
 
 
 def alive(pid: int) -> bool:
