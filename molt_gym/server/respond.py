@@ -93,7 +93,7 @@ class TokenRespondent:
         samples = [self._generate(ids, self._seeded(sampling, call, first, i), first + i, prompt.images)
                    for i in range(call.n)]
         generations = [await samples[0]] if call.n == 1 else await _all(samples)
-        return self._record(call, prompt, generations, sampling.stop, ignored)
+        return self._record(call, prompt, generations, sampling, ignored)
 
     async def count(self, call: Call) -> int:
         """See `Respondent.count`. What is too long to be answered is counted all the same."""
@@ -147,12 +147,12 @@ class TokenRespondent:
         return sampling if seed == sampling.seed else replace(sampling, seed=seed)
 
     def _record(
-        self, call: Call, prompt: Prompt, generations: list[Generation], stops: tuple[str, ...],
-        ignored: tuple[str, ...],
+        self, call: Call, prompt: Prompt, generations: list[Generation], sampling: Sampling, ignored: tuple[str, ...]
     ) -> list[Reply]:
         if len(generations) > 1:
             generations = [generation.checked() for generation in generations]
-        replies = [self._reply(call, prompt, generation, stops, ignored) for generation in generations]
+        generations = [self._stopped(generation, sampling) for generation in generations]
+        replies = [self._reply(call, prompt, generation, sampling.stop, ignored) for generation in generations]
         for generation, reply in zip(generations, replies, strict=True):
             self.graph.commit(prompt, generation, reply.message)
             calls = len(reply.message.get("tool_calls") or ())
@@ -163,12 +163,18 @@ class TokenRespondent:
         self.last = call, replies[-1]
         return replies
 
+    def _stopped(self, generation: Generation, sampling: Sampling) -> Generation:
+        """The generation without what an engine that takes several tokens at a time sampled after a stop."""
+        if generation.finish_reason == "abort":
+            raise aborted()
+        length = self._renderer.length_to_stop(generation.ids, sampling.stop, sampling.stop_token_ids)
+        whole = length is None or length == len(generation.ids) and generation.finish_reason == "stop"
+        return generation if whole else generation.ended_at(length)
+
     def _reply(
         self, call: Call, prompt: Prompt, generation: Generation, stops: tuple[str, ...], ignored: tuple[str, ...]
     ) -> Reply:
-        if generation.finish_reason == "abort":
-            raise aborted()
-        message = self._renderer.parse(generation.ids, call.messages, call.tools, stop=stops)
+        message = self._renderer.parse(generation.ids, call.messages, call.tools, stop=stops, prompt=prompt.ids)
         stop = None
         if call.options.stop and generation.finish_reason == "stop":
             text = self._renderer.decode(generation.ids)

@@ -100,6 +100,14 @@ class Generation:
             logprobs = [min(value, 0.0) for value in logprobs]
         return Generation(ids, logprobs, versions, self.finish_reason, self.routed_experts, self.top)
 
+    def ended_at(self, length: int) -> "Generation":
+        """Its first `length` ids with all that belongs to them, as if it had stopped there. Raises as `checked`."""
+        whole, routed = self.checked(), self.routed_experts
+        return Generation(
+            whole.ids[:length], whole.logprobs[:length], whole.versions[:length], "stop",
+            None if routed is None else routed[: len(routed) - len(whole.ids) + length],
+            None if self.top is None else self.top[:length])
+
 
 def _numbers(field: str, values: Iterable[Any], convert: Callable[[Any], _T]) -> list[_T]:
     if values is None:

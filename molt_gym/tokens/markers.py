@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from ..errors import PromptTooLong
+from .spellers import PLACES, speller
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 _PRIVATE_ESCAPE = re.compile(r"\\u([eE][\da-fA-F]{3}|[fF][0-8][\da-fA-F]{2})")
@@ -54,12 +55,15 @@ class Markers:
         self.special = _MarkerSet({i: plain[i] for i, token in markers.items() if token.special}, backend.normalizer)
         unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
         self._control = frozenset(self._text_of) - {unknown}
-        self._spell_first, self._spell = _speller(backend, first=True), _speller(backend, first=False)
+        self._added = frozenset(added)
+        self._spellers = {after: speller(backend, after) for after in PLACES}
         self._cached_piece = functools.lru_cache(maxsize=4096)(self._encode_piece)
         self._cached_spans = functools.lru_cache(maxsize=256)(self._find_spans)
 
-    def encode(self, text: str, shield: "Shield", *, at_start: bool = True, limit: float = math.inf) -> list[int]:
-        """Ids of rendered text. `at_start` False: the text continues a sequence.
+    def encode(
+        self, text: str, shield: "Shield", *, after: Sequence[int] | None = None, limit: float = math.inf
+    ) -> list[int]:
+        """Ids of rendered text. `after`: ids that it follows; None if it begins a sequence.
 
         Raises:
             PromptTooLong: it is plain without encoding it that the text takes more than `limit` ids.
@@ -71,16 +75,20 @@ class Markers:
                 f"{max(limit, 0)}; shorten the messages"
             )
         ids: list[int] = []
-        position = 0
+        position, place = 0, "nothing" if after is None else "token" if {*after[-1:]} & self._added else "text"
         for marker, start, end in [*self._splitter.find(text), (None, len(text), len(text))]:
             if start > position:
                 piece = shield.lift(text[position:start])
                 encode = self._cached_piece if len(piece) < _CACHED_PIECE else self._encode_piece
-                ids.extend(encode(piece, at_start and position == 0))
+                ids.extend(encode(piece, place))
             if marker is not None:
                 ids.append(marker)
-            position = end
+            position, place = end, "token"
         return ids
+
+    def until(self, text: str, ids: Container[int]) -> str:
+        """Rendered text up to and with the first added token that is one of `ids`; "" if none is."""
+        return text[: next((end for i, _, end in self._splitter.find(text) if i in ids), 0)]
 
     def spans(self, text: str, *, special_only: bool = False) -> Sequence[tuple[int, int]]:
         """Where markers, or those flagged special, are spelled out."""
@@ -118,17 +126,17 @@ class Markers:
         markers = self.special if special_only else self.all
         return [(start, end) for _, start, end in markers.find(text)]
 
-    def _encode_piece(self, text: str, first: bool) -> tuple[int, ...]:
-        speller = self._spell_first if first else self._spell
+    def _encode_piece(self, text: str, after: str) -> tuple[int, ...]:
+        known = self._spellers[after]
         # `encode` would hold the interpreter's lock all the while, and takes longer.
-        ids = speller.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = known.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._control.isdisjoint(ids):
             return tuple(ids)
-        (encoding,) = speller.encode_batch([text], add_special_tokens=False)
+        (encoding,) = known.encode_batch([text], add_special_tokens=False)
         start, end = next(span for i, span in zip(ids, encoding.offsets, strict=True) if i in self._control)
         if end - start < 2:
             raise ValueError(f"text {text[start:end]!r}: the tokenizer can only write it as a control token")
-        return self._encode_piece(text[: start + 1], first) + self._encode_piece(text[start + 1 :], False)
+        return self._encode_piece(text[: start + 1], after) + self._encode_piece(text[start + 1 :], "text")
 
 
 class Shield:
@@ -264,24 +272,6 @@ def _grouped(texts: Iterable[str], place: int) -> dict[str, tuple[str, ...]]:
     for text in texts:
         groups[text[place]] = (*groups.get(text[place], ()), text)
     return groups
-
-
-def _speller(backend: Tokenizer, *, first: bool) -> Tokenizer:
-    """A tokenizer with the same model and no added tokens; `first` False: for text in the middle of a sequence."""
-    speller = Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        speller.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        speller.pre_tokenizer = backend.pre_tokenizer if first else _unprefixed(backend.pre_tokenizer)
-    return speller
-
-
-def _unprefixed(step: Any) -> Any:
-    if isinstance(step, pre_tokenizers.Sequence):
-        return pre_tokenizers.Sequence([_unprefixed(part) for part in step])
-    if isinstance(step, pre_tokenizers.Metaspace) and step.prepend_scheme == "first":
-        return pre_tokenizers.Metaspace(step.replacement, prepend_scheme="never", split=step.split)
-    return step
 
 
 def private_use(data: Any) -> frozenset[str]:

@@ -17,7 +17,7 @@ from ..images import ImageSpan, images_of
 from ..messages import Message
 from .extension import ODD_TEXT, Extension, Tools
 from .markers import Markers
-from .parsing import END_THINK, parse_reply
+from .parsing import END_THINK, THINK, parse_reply
 from .template import ChatTemplate, ChatTemplateError, ending_in
 from .window import QUESTION
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from .vision import Vision
+
+
+# Ids that hold `<think>` and the white space behind it, however they are cut.
+_HEADER_END = 16
 
 
 class Renderer:
@@ -149,7 +153,8 @@ class Renderer:
         return self._extension.extend(messages, reply, new_messages, tools, sampled_ids, keep, limit)
 
     def parse(
-        self, ids: Sequence[int], messages: Sequence[Message] = (), tools: Tools = (), *, stop: Sequence[str] = ()
+        self, ids: Sequence[int], messages: Sequence[Message] = (), tools: Tools = (), *, stop: Sequence[str] = (),
+        prompt: Sequence[int] | None = None,
     ) -> Message:
         """The assistant message that sampled ids spell. Never raises on what a model wrote.
 
@@ -160,6 +165,8 @@ class Renderer:
             messages: what the reply answers; the ids of its tool calls go on from theirs.
             tools: that may be called, with schemas that say which arguments are strings.
             stop: stop strings; the message ends before the first of them.
+            prompt: the ids that it was sampled after, which tell whether they open a `<think>` block; None: as they do
+                after a user message.
         """
         if len(ids) and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]
@@ -172,8 +179,29 @@ class Renderer:
             segment = segment[:room]
             room -= len(segment)
             text += segment if control else shield.whole(segment)
-        thinking = self._template.style.opens_thinking
+        thinking = self._template.style.opens_thinking if prompt is None else self._opens_thinking(prompt)
         return shield.lift(self._parse(text, messages, thinking=thinking, tools=tools))
+
+    def length_to_stop(self, ids: Sequence[int], stop: Sequence[str], stop_token_ids: Sequence[int]) -> int | None:
+        """How many of the ids a reply has: up to its first stop token, or that which completes the first stop string.
+
+        None where neither is in it. `stop_token_ids`: besides `self.stop_token_ids`.
+        """
+        stops = {*self.stop_token_ids, *stop_token_ids}
+        length = next((place for place, i in enumerate(ids, start=1) if i in stops), None)
+
+        def completed(length: int) -> bool:
+            text = self.decode(ids[:length])
+            return any(string in text for string in stop if string)
+
+        if not any(stop) or not completed(len(ids) if length is None else length):
+            return length
+        return bisect_left(range(len(ids)), True, key=completed)
+
+    def _opens_thinking(self, prompt: Sequence[int]) -> bool:
+        ends = [(control, text) for control, text in self._markers.segments(prompt[-_HEADER_END:]) if text.strip()]
+        control, text = ends[-1] if ends else (False, "")
+        return text.rstrip().endswith(THINK) and (control or THINK not in self._markers.ids)
 
     def reasoning_length(self, ids: Sequence[int]) -> int:
         """How many of the ids of a reply with reasoning belong to it: those up to the end of its `<think>` block."""
@@ -219,7 +247,7 @@ class Renderer:
                 tail = self._template.after_reply(sentinel, until, [after], (), calls=False)
             except ChatTemplateError:
                 continue
-            first = self._markers.encode(tail or "", shield, at_start=False)[:1]
+            first = self._markers.encode(tail or "", shield, after=())[:1]
             yield from (i for i in first if i in self._markers.ids.values())
 
 

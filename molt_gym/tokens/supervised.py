@@ -97,9 +97,10 @@ def _body(
     content = shield.text(text_of(reply), special_only=True)
     parts = [part.strip() for said in (reasoning, content) for part in re.split(f"{THINK}|{END_THINK}", said)]
     parts += [shield.text(call["function"]["name"]) for call in reply.get("tool_calls") or ()]
-    if not text.startswith(outside) or not all(part in body for part in parts):
+    begins = text.startswith(outside)
+    if not begins or not all(part in body for part in parts):
         missing = header[len(os.path.commonprefix([header, text])) :]
-        lost = "changes or drops a part of this reply" if text.startswith(outside) else f"begins this reply without {missing!r}"
+        lost = "changes or drops a part of this reply" if begins else f"begins this reply without {missing!r}"
         raise ValueError(f"messages[{place}]: the chat template of {template.name} {lost}, so that it is not what the "
                          "model would have to say; give another chat template, or leave the row out")
     return body

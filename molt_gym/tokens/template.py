@@ -160,13 +160,7 @@ class ChatTemplate:
 
     def _reply(self, message: Message, shield: Shield) -> Message:
         # Templates look for <think> and </think> in what a model wrote, so markers not flagged special stay.
-        content = shield.text(text_of(message), special_only=True)
-        reply: Message = {"content": content}
-        if reasoning := shield.text(message.get("reasoning_content") or ""):
-            if self.style.reasoning:
-                reply["reasoning_content"] = reasoning
-            else:
-                reply["content"] = join_reasoning(reasoning, content)
+        reply: Message = {"content": shield.text(text_of(message), special_only=True)}
         calls = message.get("tool_calls") or ()
         if self.style.calls == "inline":
             for call in calls:
@@ -174,6 +168,12 @@ class ChatTemplate:
                 reply["content"] = join_tool_call(reply["content"], name, shield.text(arguments))
         elif calls:
             reply["tool_calls"] = [self._call(call, shield) for call in calls]
+        reasoning = shield.text(message.get("reasoning_content") or "")
+        if reasoning and self.style.reasoning:
+            reply["reasoning_content"] = reasoning
+        elif reasoning:
+            reply["content"] = join_reasoning(reasoning, reply["content"])
+        if reply.get("tool_calls"):
             reply["content"] = reply["content"] or self.style.call_content
         return reply
 

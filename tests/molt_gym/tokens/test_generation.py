@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from molt_gym.tokens import Generation, Sampling
+from molt_gym.tokens.generation import TOP
 
 
 def test_a_generation_that_holds_together_comes_back_in_plain_numbers():
@@ -39,6 +40,16 @@ def test_a_generation_that_does_not_hold_together_is_refused_by_field(field, cha
     fields = {"ids": [1, 2], "logprobs": [-0.5, -0.5], "versions": [0, 0], "finish_reason": "stop"} | change
     with pytest.raises(ValueError, match=rf"generation\.{field}".replace("[", r"\[").replace("]", r"\]")):
         Generation(**fields).checked()
+
+
+def test_a_generation_that_ended_earlier_has_of_everything_what_belongs_to_its_ids():
+    routed, top = np.zeros((3 + 4 - 1, 2, 1), np.int16), np.zeros((4, 5), TOP)
+    whole = Generation([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], [0, 0, 1, 1], "length", routed, top)
+    cut = whole.ended_at(2)
+    assert (cut.ids, cut.logprobs, cut.versions, cut.finish_reason) == ([1, 2], [-1.0, -2.0], [0, 0], "stop")
+    assert (len(cut.routed_experts), len(cut.top)) == (3 + 2 - 1, 2)
+    with pytest.raises(ValueError, match="generation.logprobs"):
+        Generation([1, 2, 3], [-2.0, -3.0], [0, 0, 0], "stop").ended_at(2)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,20 @@ def test_reasoning_is_what_stands_in_a_leading_block_of_real_markers(renderer_of
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
+@pytest.mark.parametrize(("template", "prompt", "reasoning", "content"), [
+    ("opens thinking", None, "hm", "yes"),
+    ("opens thinking", ids("<|im_start|>assistant\n", THINK, "\n"), "hm", "yes"),
+    ("opens thinking", ids("results\n"), None, "hm</think>yes"),
+    ("opens thinking", ids(THINK, "\n\n", END_THINK, "\n"), None, "hm</think>yes"),
+    ("chatml", ids("assistant\n", THINK), "hm", "yes"),
+    ("chatml", ids("<think>\n"), None, "hm</think>yes"),
+    ("chatml", [], None, "hm</think>yes"),
+])
+def test_the_prompt_tells_whether_a_block_of_reasoning_is_open(renderer_of, template, prompt, reasoning, content):
+    message = renderer_of(template).parse(ids("hm", END_THINK, "yes", END), prompt=prompt)
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
 def test_spelled_markers_count_where_the_tokenizer_has_none_of_its_own(renderer_of):
     reply = 'sure\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     message = renderer_of("chatml").parse(ids(reply, END), tools=offer("add"))

@@ -4,7 +4,10 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from molt_gym.tokens import Renderer
 from molt_gym.tokens.supervised import supervised_rows
 
 with pytest.MonkeyPatch.context() as patch:
@@ -115,6 +118,69 @@ def test_a_block_that_the_header_opens_is_closed_by_the_reply(renderer_of, field
     assert trained(renderer, [row]) == [[spelled]]
     prompt = renderer.render([user("ok")])
     assert row.ids[: len(prompt)] == prompt and not any(row.mask[: len(prompt)])
+
+
+@pytest.mark.parametrize(("history", "fields", "spelled"), [
+    ("'<think></think>' ~ m.content", {}, "</think><b>hi</b>"),
+    ("'<think>' ~ (m.reasoning_content or '') ~ '</think>' ~ m.content", {"reasoning_content": "hm"},
+     "hm</think><b>hi</b>"),
+    ("m.content.split('</think>')[-1]", {}, "\n</think>\n\n<b>hi</b>"),
+    ("m.content.split('</think>')[-1]", {"reasoning_content": "hm"}, "hm\n</think>\n\n<b>hi</b>"),
+])
+def test_a_block_that_is_written_otherwise_into_a_conversation_is_closed_by_the_reply(
+    renderer_of, templates, history, fields, spelled
+):
+    said = f"({history} if m.role == 'assistant' else m.content)"
+    renderer = renderer_of(templates["opens thinking"].replace("message.content", said).replace("message", "m")
+                           .replace("in ms", "in messages"))
+    (row,) = supervised_rows(renderer, [user("ok"), assistant("<b>hi</b>", **fields)])
+    assert trained(renderer, [row]) == [[f"{spelled}<|im_end|>"]]
+    prompt = renderer.render([user("ok")])
+    assert row.ids[: len(prompt)] == prompt and not any(row.mask[: len(prompt)])
+
+
+def test_what_the_template_writes_at_the_end_of_a_conversation_is_no_part_of_the_reply(renderer_of, templates):
+    renderer = renderer_of(templates["chatml"].replace("{% endif", "{% else %}{{ '<|bos|>' }}{% endif"), ("<|user|>",))
+    messages = [user("ok"), assistant("hello"), user("hello"), assistant("ok")]
+    rows = supervised_rows(renderer, messages)
+    assert trained(renderer, rows) == [["hello<|im_end|>", "ok<|im_end|>"]]
+    assert rows[0].ids == [*renderer.render(messages[:3]), 266, 257]
+
+
+# Tokenizers that put a space before all that they are given, as those of many models without byte-level tokens do.
+PREFIXED = {
+    "prepend": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+    "metaspace": (None, pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False)),
+}
+
+
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_no_space_is_put_between_the_header_and_the_reply(kind):
+    letters = sorted({*"▁<|user>assistant\nhelo k"} - {" "})
+    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    normalizer, pre_tokenizer = PREFIXED[kind]
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    template = ("{% for m in messages %}{{ '<|' ~ m.role ~ '|>\\n' ~ m.content ~ '</s>' }}{% endfor %}"
+                "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+    backend.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+    messages = [user("ok"), assistant("hello"), user("he"), assistant(" ok")]
+    (row,) = supervised_rows(Renderer(tokenizer), messages)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert row.ids == backend.encode(text, add_special_tokens=False).ids
+    spans = [[i for i, _ in run] for bit, run in groupby(zip(row.ids, row.mask, strict=True), key=lambda pair: pair[1])
+             if bit]
+    assert [[backend.id_to_token(i) for i in span] for span in spans] == [[*"hello", "</s>"], [*"▁ok", "</s>"]]
+
+
+def test_a_reply_whose_calls_the_template_drops_is_refused(renderer_of, templates):
+    renderer = renderer_of(templates["tools"].replace(
+        "in message.tool_calls or []", "in (message.tool_calls or [] if not message.content else [])"))
+    with pytest.raises(ValueError, match=r"messages\[1\]: .* drops a part"):
+        supervised_rows(renderer, [user("ok"), assistant("hello", tool_calls=[CALL])])
 
 
 def test_a_reply_of_which_the_template_drops_a_part_is_refused(renderer_of):
