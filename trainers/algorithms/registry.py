@@ -40,6 +40,12 @@ class EstimatorTraits:
     needs_teacher: bool = False
     ignores_reward: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("kl_in_reward", "discounts", "needs_critic", "needs_teacher"):
+            if getattr(self, name) and not self.per_token:
+                raise ValueError(f"EstimatorTraits.{name}: true for an estimator of rollouts, which knows no tokens; "
+                                 "write per_token=True, or leave it out")
+
 
 @dataclass(frozen=True)
 class LossTraits:

@@ -59,6 +59,13 @@ def test_a_loss_in_a_file_of_the_users_own_is_found_by_name_and_by_its_short_nam
     assert policy_loss("flat", logp, *rest)[0].item() == 2
 
 
+@pytest.mark.parametrize("name", ["kl_in_reward", "discounts", "needs_critic", "needs_teacher"])
+def test_what_only_an_estimator_of_tokens_can_use_is_not_declared_of_one_of_rollouts(name):
+    assert getattr(EstimatorTraits(per_token=True, **{name: True}), name)
+    with pytest.raises(ValueError, match=f"EstimatorTraits.{name}: .* write per_token=True"):
+        EstimatorTraits(**{name: True})
+
+
 @pytest.mark.parametrize(("per_token", "function", "message"), [
     (False, lambda rewards, *_: rewards[:, None] - rewards, r"returned a tensor \[3, 3\]; return a tensor \[3\]"),
     (False, lambda rewards, *_: rewards.tolist(), r"returned list; return a tensor \[3\]"),
