@@ -140,7 +140,7 @@ def test_a_block_that_is_written_otherwise_into_a_conversation_is_closed_by_the_
 
 
 def test_what_the_template_writes_at_the_end_of_a_conversation_is_no_part_of_the_reply(renderer_of, templates):
-    renderer = renderer_of(templates["chatml"].replace("{% endif", "{% else %}{{ '<|bos|>' }}{% endif"), ("<|user|>",))
+    renderer = renderer_of(templates["chatml"].replace("{% endif", "{% else %}{{ '<|im_end|>' }}{% endif"))
     messages = [user("ok"), assistant("hello"), user("hello"), assistant("ok")]
     rows = supervised_rows(renderer, messages)
     assert trained(renderer, rows) == [["hello<|im_end|>", "ok<|im_end|>"]]
