@@ -25,12 +25,11 @@ INVALID_JSON = "INVALID_JSON"
 NO_THREADS = "thread_unsupported_request"
 """Code of the refusal upon which SDKs send the whole conversation instead of what is new in it."""
 
-_FORMAT = "nothing constrains decoding, ask for the format in a message"
 REFUSED: dict[str, tuple[Any, str]] = {
     "compaction": (None, "it is done by the provider, compact the conversation in the agent"),
     "container": (None, "it is run by the provider, leave it out"),
     "mcp_servers": ([], "the provider calls them, call them in the agent and declare their tools in tools"),
-    "output_format": (None, _FORMAT),
+    "output_format": (None, parts.FORMAT),
 }
 """Fields that cannot be honoured, and the value besides null that leaves everything as it is."""
 _MESSAGE = "a message such as {'role': 'user', 'content': 'Hi'}"
@@ -66,7 +65,7 @@ def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting
     refuse(fields, REFUSED)
     asked = read(fields, _Request)
     if asked.output_config.get("format") is not None:
-        raise Field("output_config", asked.output_config)["format"].unsupported(_FORMAT)
+        raise Field("output_config", asked.output_config)["format"].unsupported(parts.FORMAT)
     if asked.model is None:
         raise Field("model", None).invalid("a string")
     if asked.max_tokens is None and not counting:

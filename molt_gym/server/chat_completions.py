@@ -28,7 +28,7 @@ from .replies import openai_error, openai_logprob, pieces
 _FREE = "the run decides how is sampled, leave it out"
 _OLD = "write tools and tool_choice"
 _NEUTRAL: dict[str, Any] = {
-    "response_format": {"type": "text"}, "modalities": ["text"], "audio": None, "web_search_options": None,
+    "modalities": ["text"], "audio": None, "web_search_options": None,
     "moderation": None, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0,
     # of vLLM
     "repetition_penalty": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False, "structured_outputs": None,
@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, Any] = {
     "guided_regex": None, "guided_choice": None, "guided_grammar": None,
 }
 REFUSED = {name: (value, _FREE) for name, value in _NEUTRAL.items()} | {
-    "functions": ([], _OLD), "function_call": (None, _OLD)}
+    "response_format": ({"type": "text"}, parts.FORMAT), "functions": ([], _OLD), "function_call": (None, _OLD)}
 """Fields that change what is sampled, shown or rendered, and the values besides null that leave it as it is."""
 
 

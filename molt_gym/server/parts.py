@@ -10,6 +10,8 @@ from .errors import WireError, invalid
 from .exchange import Memory
 from .fields import MAX_DEPTH, Field, Fields, is_plain
 
+FORMAT = "nothing constrains decoding, ask for the format in a message"
+"""Why a format of the reply is refused."""
 _IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[\w+/=\s-]+", re.IGNORECASE | re.ASCII)
 
 

@@ -53,7 +53,7 @@ class _Echoed(msgspec.Struct):
     model: str = ""
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    reasoning: dict[str, Any] = {}
+    reasoning: dict[str, str | None] = {}
     store: bool = True
     temperature: Temperature | None = None
     tool_choice: str | dict[str, Any] = "auto"
@@ -156,7 +156,7 @@ class Responses:
 def _check_nested(asked: _Request) -> None:
     form = Field("text.format", asked.text.get("format"))
     if isinstance(form.value, dict) and form.value.get("type") in ("json_object", "json_schema"):
-        raise form.unsupported("nothing constrains decoding, write {'type': 'text'}")
+        raise form.unsupported(parts.FORMAT)
     if form.value not in (None, {"type": "text"}):
         raise form.invalid("{'type': 'text'}")
     if asked.prompt_cache_options.get("prewarm"):

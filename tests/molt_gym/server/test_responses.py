@@ -165,7 +165,7 @@ class TestWhatIsUnderstood:
 
     def test_null_is_absent_and_what_has_no_effect_is_accepted(self):
         body = {"input": "Hi", "store": False, "metadata": {"run": "7"}, "user": "u", "service_tier": "flex",
-                "reasoning": {"effort": "high", "summary": "auto", "enabled": True}, "max_tool_calls": 3,
+                "reasoning": {"effort": "high", "summary": "auto"}, "max_tool_calls": 3,
                 "text": {"format": {"type": "text"}, "verbosity": "low"},
                 "truncation": "disabled", "background": False, "conversation": None, "top_logprobs": 0,
                 "stream_options": {"include_obfuscation": False}, "prompt_cache_key": "k", "safety_identifier": "s",
