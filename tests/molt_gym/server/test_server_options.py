@@ -128,7 +128,7 @@ async def test_a_stop_string_ends_the_reply_and_its_ids_are_kept(agent, engine, 
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "STOP")
     else:
         assert reply.choices[0].finish_reason == "stop"
-    assert agent.rows[0].ids[20:] == [*sampled, END]
+    assert agent.rows[0].ids[20:] == sampled
     plain = await agent.messages(OK, stop_sequences=["never"])
     assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
 
