@@ -53,7 +53,6 @@ class _Echoed(msgspec.Struct):
     model: str = ""
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    reasoning: dict[str, str | None] = {}
     store: bool = True
     temperature: Temperature | None = None
     tool_choice: str | dict[str, Any] = "auto"
@@ -187,8 +186,8 @@ def _tool(tool: Field) -> dict[str, Any]:
 
 
 def _echo(asked: _Request, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    fixed = {"background": False, "service_tier": "default", "text": {"format": {"type": "text"}}, "top_logprobs": 0,
-             "truncation": "disabled"}
+    fixed = {"background": False, "reasoning": None, "service_tier": "default", "text": {"format": {"type": "text"}},
+             "top_logprobs": 0, "truncation": "disabled"}
     return {name: getattr(asked, name) for name in _Echoed.__struct_fields__} | fixed | {"tools": tools}
 
 

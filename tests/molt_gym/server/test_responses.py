@@ -165,12 +165,13 @@ class TestWhatIsUnderstood:
 
     def test_null_is_absent_and_what_has_no_effect_is_accepted(self):
         body = {"input": "Hi", "store": False, "metadata": {"run": "7"}, "user": "u", "service_tier": "flex",
-                "reasoning": {"effort": "high", "summary": "auto"}, "max_tool_calls": 3,
+                "reasoning": {"effort": "high", "summary": "long", "enabled": True}, "max_tool_calls": 3,
                 "text": {"format": {"type": "text"}, "verbosity": "low"},
                 "truncation": "disabled", "background": False, "conversation": None, "top_logprobs": 0,
                 "stream_options": {"include_obfuscation": False}, "prompt_cache_key": "k", "safety_identifier": "s",
                 "include": ["reasoning.encrypted_content"], "frobnicate": [1]}
         assert parse(**body).call == parse(**(dict.fromkeys(body) | {"input": "Hi"})).call
+        assert answer(assistant("x"), **body).reasoning is None
 
     def test_the_same_items_are_the_same_objects_so_that_history_costs_a_lookup(self):
         memory = new_memory()
@@ -301,12 +302,11 @@ class TestReply:
 
     def test_the_request_is_repeated(self):
         response = answer(assistant("x"), tools=[ADD], tool_choice="auto", instructions="Be brief.",
-                          metadata={"a": "b"}, temperature=0.5, max_output_tokens=9, reasoning={"effort": "low"},
-                          model="m")
+                          metadata={"a": "b"}, temperature=0.5, max_output_tokens=9, model="m")
         assert [tool.to_dict() for tool in response.tools] == [ADD]
         assert (response.tool_choice, response.instructions, response.metadata) == ("auto", "Be brief.", {"a": "b"})
         assert (response.temperature, response.max_output_tokens, response.model) == (0.5, 9, "m")
-        assert response.parallel_tool_calls is True and response.reasoning.effort == "low"
+        assert response.parallel_tool_calls is True
 
     def test_every_sampled_token_is_listed_even_where_there_is_no_text(self):
         tokens = [Token("<tool", b"<tool", -0.5), Token("\ufffd", None, -1.0)]
