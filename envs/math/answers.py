@@ -13,10 +13,12 @@ __all__ = ["RULES", "Rule", "find_answer", "find_boxed"]
 Rule = Literal["any", "boxed"]
 RULES: tuple[Rule, ...] = ("any", "boxed")
 
-_TOKEN = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\boxed\s*(-?[0-9]+(?:\.[0-9]+)?)|\\.|[{}]", re.DOTALL)
-_SAYS = re.compile(r"\banswers?\b\**\s*(?:is\b|are\b|[:=])[\s:*]*", re.IGNORECASE)
+_TOKEN = re.compile(r"(\\{1,4}(?:boxed|fbox)\s*\{)|\\{1,4}boxed\s*(-?[0-9]+(?:\.[0-9]+)?)|\\.|[{}]", re.DOTALL)
+_SAYS = re.compile(
+    r"\banswers?\b\**\s*(?:is\b|are\b|[:=])(?:\s+(?:therefore|thus|approximately|about|option)\b)*[\s:*]*"
+    r"|^#{4}\s*(?=[-+$]?[0-9])", re.IGNORECASE | re.MULTILINE)
 _MATH = re.compile(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SENTENCE = re.compile(r"[.!?](?=\s|\*|$)|[;\n]")
+_SENTENCE = re.compile(r"[.!?](?=\s|\*|$)|[;\n]|,?\s(?=(?:which|because|since|so|not)\b)")
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z.)}])[-\u2212])?"
     r"(?:\\[dt]?frac\{-?[0-9]+\}\{-?[0-9]+\}|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:/[0-9]+)?)"
@@ -29,7 +31,7 @@ def find_answer(text: str, rule: Rule = "any") -> str | None:
     What is thought does not count: text up to the last `</think>`, and from a `<think>` that is never closed. Of the
     rest, the answer is what is in the last `\boxed{}` or `\fbox{}`, as it is written. That is all with the rule
     "boxed". With "any", where there is no box at all, not even one that is cut off, it is the formula or the rest of
-    the sentence after the last "answer is" or "answer:"; failing that, the last number.
+    the sentence after the last "answer is", "answer:" or "####" before a number; failing that, the last number.
     """
     text = without_thinking(text)
     boxed, cut_off = find_boxed(text)

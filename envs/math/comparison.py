@@ -11,22 +11,38 @@ from .workers import equal
 __all__ = ["is_right", "normal", "number"]
 
 _LONGEST = 1000
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox|underline)\s*\{([^{}]*)\}")
 _NO_MEANING = re.compile(
-    r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[!,;: ()\[\]]|\\?\$|\^\s*\{?\s*\\circ\s*\}?|°"
+    r"\\(?:left|right|displaystyle|degree|[bB]igg?[lr]?)(?![A-Za-z])|(?<!\\)\\[!,;: ()\[\]]|\\?\$"
+    r"|\^\s*\{?\s*\\circ\s*\}?|[°£€¥\u200b]"
 )
+_POWER_OF_UNIT = re.compile(r"(\\(?:text|mathrm)\s*\{[\s~]*(?:[a-z]{2,}|m)\s*\})\s*\^\s*\{?[23]\}?\s*$")
+_CHARACTERS = str.maketrans({
+    "\u2212": "-", "\u2013": "-", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b7": r"\cdot ",
+    "\u00b2": "^2", "\u00b3": "^3", "\u00bd": "1/2", "\u00a0": " "})
+_ROOT = re.compile(r"\u221a\s*([0-9.]+|[A-Za-z]|\([^()]*\))")
+_EXPONENT = re.compile(r"(?<=[0-9.])[eE]\+?(-?[0-9]{1,2})(?![0-9A-Za-z])")
+_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _FACTOR = re.compile(r"(?<=[0-9])(?:\*|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))(?=[A-Za-z])")
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_CAPITAL = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])")
+_CHOICE = re.compile(r"\(?[A-Z]\s*[).:]")
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[ ][0-9]{3})+)|[0-9]+)"
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _VALUE = re.compile(
-    rf"""(?:[A-Za-z]\s*=\s*)?  (?P<sign>[-+]?)\s*
+    rf"""(?:(?:[A-Za-z]\s*)?(?:=|\\approx(?![A-Za-z]))\s*)?  (?P<sign>[-+]?)\s*
     (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{(?P<top>-?[0-9]+)\}}|(?P<t>[0-9]))
         \s*(?:\{{(?P<bottom>-?[0-9]+)\}}|(?P<b>[0-9]))
       | (?:(?P<mixed>[0-9]+)\s+)?(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
       | (?P<plain>{_DIGITS}?(?:(?<=[0-9])\.|\.(?=[0-9])|(?<=[0-9]))[0-9]*)
         (?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{{?(?P<power>-?[0-9]{{1,2}})\}}?)?
     )
-    \s*(?P<percent>\\?%)?  (?:(?:\s+|\b(?=[A-Za-z]{{2}}))[A-Za-z][A-Za-z ./]*(?:\^\s*\{{?[23]\}}?)?)?""",
+    (?:\s*(?P<percent>\\?%|percent\b))?  (?:\s*(?P<scale>{"|".join(_SCALES)})\b)?
+    (?:(?:\s+|\b(?=[A-Za-z]{{2}}))
+       # Words that do something to the number, and letters that are rather variables, are no units.
+       (?![A-Za-z ./]*\b(?:is|are|or|and|no|not|minus|plus|times|less|more|than|least|most|mod|pi|sqrt|root|squared
+                          |cubed|factorial|dozen|a(?![ ]+[a-z])|[b-fi-kn-ru-zBDEG-IMO-UX-Z])\b)
+       [A-Za-z][A-Za-z ./]*(?:\^\s*\{{?[23]\}}?)?)?""",
     re.VERBOSE,
 )
 _OPERATION = re.compile(r"(?<=[\w)}\]!%])\s*(?:[-+*/(]|\\(?:times|cdot|div)(?![A-Za-z]))")
@@ -37,8 +53,9 @@ def is_right(answer: str, gold: str, *, strict: bool = False, seconds: float = 5
 
     Equal texts are equal, but for space, text and size commands, and signs of currency and degree. Numbers are equal
     if their values are, exactly; a unit behind one does not count, and "50%" is .5, or 50 where the other side leaves
-    the sign out. What is left is decided by math-verify. An answer of more than 1,000 characters is wrong, and so is
-    one with sums, differences or products left to do where the right one is a number.
+    the sign out. Where the right one is a capital, "(B) 5" is B. What is left is decided by math-verify. An answer of
+    more than 1,000 characters is wrong, and so is one with sums, differences or products left to do where the right
+    one is a number.
 
     Args:
         answer: what `find_answer` found.
@@ -58,12 +75,16 @@ def is_right(answer: str, gold: str, *, strict: bool = False, seconds: float = 5
     ours, theirs = normal(answer), normal(gold)
     if ours == theirs or (len(ours) > 1 and ours.isalpha() and ours.casefold() == theirs.casefold()):
         return True
+    if min(len(ours), len(theirs)) > 2 and (ours + theirs).isalpha():
+        return False  # algebra takes words for products, in which the order of letters does not matter
+    if len(theirs) == 1 and theirs.isupper() and _CHOICE.match(_plain(answer)):
+        return _CAPITAL.findall(_plain(answer)) == [theirs]
     value, right = number(answer), number(gold)
     if right is not None and (value is not None or strict):
-        return value is not None and _same(value, right)
+        return value is not None and _same(value, right) and _name(ours, theirs) == _name(theirs, ours)
     if (right is not None or strict) and _operations(ours) > _operations(theirs) * strict:
         return False
-    return equal(_plain(gold), _plain(answer), seconds)
+    return equal(_both_signs(_plain(gold)), _both_signs(_plain(answer)), seconds)
 
 
 def normal(text: str) -> str:
@@ -79,29 +100,44 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     match = _VALUE.fullmatch(_plain(text).replace("{,}", ",")) if len(text) <= _LONGEST else None
     if match is None:
         return None
-    part = {name: int(value.replace(",", "")) for name, value in match.groupdict().items()
-            if value and name not in ("sign", "plain", "percent")}
+    part = {name: int(re.sub("[, ]", "", value)) for name, value in match.groupdict().items()
+            if value and name not in ("sign", "plain", "percent", "scale")}
     if match["plain"]:
-        value = Fraction(match["plain"].replace(",", "")) * Fraction(10) ** part.get("power", 0)
+        value = Fraction(re.sub("[, ]", "", match["plain"])) * Fraction(10) ** part.get("power", 0)
     else:
         top, bottom = (part.get(long, part.get(short)) for long, short in (("top", "t"), ("bottom", "b")))
         top, bottom = part.get("over", top), part.get("under", bottom)
         if not bottom:
             return None
         value = Fraction(top, bottom) + part.get("whole", part.get("mixed", 0))
+    value *= _SCALES.get(match["scale"], 1)
     return (-value if match["sign"] == "-" else value), bool(match["percent"])
 
 
 def _plain(text: str) -> str:
-    text = _NO_MEANING.sub("", text.replace("\u2212", "-").replace("~", " "))
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    if not text.isascii():
+        text = re.sub(r"\d", lambda digit: str(int(digit[0])), _ROOT.sub(r"\\sqrt{\1}", text).translate(_CHARACTERS))
+    text = _POWER_OF_UNIT.sub(r"\1", _NO_MEANING.sub("", text.replace("~", " ")))
+    text = _EXPONENT.sub(r"\\cdot 10^{\1}", text)
+    text = _PI.sub(r"\\pi ", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     before = ""
     for _ in range(5):
         before, text = text, _WRAPPER.sub(r" \1 ", text)
         if text == before:
             break
-    text = text.strip().rstrip(".").strip()
+    text = text.strip(" \t\r\n*`").rstrip(".,;\\ \n")
     return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
+
+
+def _name(text: str, other: str) -> str:
+    """The letter of which a text tells the value, if both do: "x" of "x=5"."""
+    return text[0].casefold() if text[1:2] == other[1:2] == "=" else ""
+
+
+def _both_signs(text: str) -> str:
+    """A text in which one plus-minus is spelled out as a list of two."""
+    first, either, rest = text.partition("\\pm")
+    return f"{first}+{rest}, {first}-{rest}" if either and "," not in text and "\\pm" not in rest else text
 
 
 def _same(value: tuple[Fraction, bool], right: tuple[Fraction, bool]) -> bool:

@@ -61,6 +61,12 @@ def test_extraction_grader_and_the_end_of_an_episode_agree(monkeypatch, reply, g
         ("It is 3/4 of it", "3/4"),
         (r"It is $-\frac{3}{4}$", r"-\frac{3}{4}"),
         ("The answers are the same", "the same"),
+        ("The answer is 5, which is prime.", "5"),
+        ("The answer is 1, 2 and 3 because 6 = 1 + 2 + 3.", "1, 2 and 3"),
+        ("The answer is therefore option B.", "B"),
+        ("40 + 2 = 42\n#### 42\nHere are 7 more", "42"),
+        ("The answer is 5.\n#### Checks\nThere are 2.", "5"),
+        (r"\\boxed{5}", "5"),
         ("", None),
     ],
 )
@@ -97,7 +103,8 @@ def test_no_text_raises(text):
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "answer is ", "1", "1,", "1/", "\\frac{1}{", "$", "\\(", "-", " ", "<think>", "\\"])
+    "piece", ["\\boxed{", "{", "}", "answer is ", "1", "1,", "1/", "\\frac{1}{", "$", "\\(", "-", " ", "<think>", "\\",
+              "\\boxed ", "####", "\n#### "])
 def test_a_text_of_a_million_characters_takes_no_time(piece):
     text = piece * (1_000_000 // len(piece))
     begin = time.process_time()

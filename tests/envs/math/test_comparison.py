@@ -13,12 +13,24 @@ RIGHT = [
     (r"2^{10}", "1024"), (r"\sqrt{12}", r"2\sqrt{3}"), ("(x+1)^2", "x^2+2x+1"), (r"\{2,1\}", r"\{1,2\}"),
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"), (r"(2, \infty)", "x > 2"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("1.5e3", "1500"), ("1e-5", r"10^{-5}"), ("1 000 000", "1000000"), ("5 million", "5,000,000"),
+    ("50 percent", "0.5"), ("5 a day", "5"), ("5 m/s", "5"), (r"12\pi\text{ cm}^2", r"12\pi"), (r"90\degree", "90"), ("\u20ac5", "5"),
+    ("**5**", "5"), ("5 \\\\", "5"), (r"\bigl(1,2\bigr)", "(1,2)"), (r"\approx 3.14", "3.14"), (r"+\infty", r"\infty"),
+    ("\uff15", "5"), ("\u0665", "5"), ("\u20135", "-5"), ("2\u221a3", r"2\sqrt{3}"), ("\u221a12", r"2\sqrt{3}"),
+    ("x\u00b2", "x^2"), ("(\u2212\u221e,2)\u222a(3,\u221e)", r"(-\infty,2)\cup(3,\infty)"), ("2pi", r"2\pi"),
+    ("x > 2", r"(2, \infty)"), (r"1\pm\sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"), ("2, -2", r"\pm 2"),
+    ("(B) 5", "B"), ("B. 5", "B"), (r"\textbf{(B)}\ 5", "B"), (r"\frac{1}{2^{99}}", "2^{-99}"),
 ]  # fmt: skip
 WRONG = [
     (r"\frac{1}{2}", r"\frac{1}{3}"), ("5", "-5"), ("0.333", r"\frac{1}{3}"), ("12", "1 2"), ("(2,1)", "(1,2)"),
     (r"0.5\%", "0.5"), ("F", "E"), ("x^2", "x^3"), (r"\{1\}", r"\{1,2\}"), ("17+42", "59"),
     (r"6\cdot 3", "18"), ("3(6)", "18"), ("no idea", "5"), ("{", "5"), (r"\frac{1}{0}", "5"), ("1/0", "0"), ("", "5"),
     (r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("5 is not it", "5"), ("5 or more", "5"), ("5 minus one", "5"), ("5 million", "5"), ("5 pi", "5"), ("5 x", "5"),
+    ("5 factorial", "5"), ("12 50", "1250"), ("y = 5", "x = 5"), ("left", "felt"), ("BCA", "ABC"), (r"\pm 2", "2"),
+    ("(A) or (B)", "A"), ("A) or B", "A"), ("B) 5", "A"), ("x > 2", r"[2, \infty)"), ("2 pi", "2"),
+    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), (r"\frac{1}{2006!}", r"\frac{1}{2004!}"), ("0", r"\frac{1}{2^{99}}"),
+    (r"\frac{1}{3 \cdot 2^{2006}}", r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}"),
 ]  # fmt: skip
 
 
@@ -54,7 +66,8 @@ def test_another_order_or_notation_is_right_where_it_is_strict(answer, gold):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1,234.5", (Fraction(2469, 2), False)), (r"12.5\%", (Fraction(25, 2), True)), ("1,23", None), ("1e9", None),
+    [("1,234.5", (Fraction(2469, 2), False)), (r"12.5\%", (Fraction(25, 2), True)), ("1,23", None),
+     ("1e9", (Fraction(10**9), False)), ("1e999", None), ("2 million", (Fraction(2 * 10**6), False)),
      (r"10^{99}", None), (r"1 \times 10^{999}", None), ("9" * 2000, None), ("42x", None), ("-", None)])
 def test_a_number_is_exact_and_of_a_bounded_size(text, value):
     assert number(text) == value
