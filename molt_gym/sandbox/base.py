@@ -184,23 +184,20 @@ class Sandbox(ABC):
             stack.callback(os.close, ready)
             handed.callback(os.close, write_ready)
             source = memory_file(handed, code.encode("utf-8", "surrogatepass"))
-            try:
-                launch = self._launch(stack, limits)
-                rlimits = ",".join(f"{name}={value}" for name, value in launch.rlimits.items())
-                arguments = [str(source), str(write_ready), str(launch.uid), rlimits, *map(str, fds)]
-                process = subprocess.Popen(
-                    [*launch.command, *_PYTHON_FLAGS, "-c", _BOOT, *arguments],
-                    stdin=memory_file(handed, stdin.encode("utf-8", "surrogatepass")) if stdin else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    env=_ENVIRONMENT | launch.environment,
-                    cwd=launch.cwd,
-                    pass_fds=(source, write_ready, *fds, *launch.fds),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise EnvFailure("sandbox", f"cannot start a program: {error}") from error
+            launch = self._launch(stack, limits)
+            rlimits = ",".join(f"{name}={value}" for name, value in launch.rlimits.items())
+            arguments = [str(source), str(write_ready), str(launch.uid), rlimits, *map(str, fds)]
+            process = subprocess.Popen(
+                [*launch.command, *_PYTHON_FLAGS, "-c", _BOOT, *arguments],
+                stdin=memory_file(handed, stdin.encode("utf-8", "surrogatepass")) if stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=_ENVIRONMENT | launch.environment,
+                cwd=launch.cwd,
+                pass_fds=(source, write_ready, *fds, *launch.fds),
+                start_new_session=True,
+            )
         job = _Job(process, launch, ready, Capture(limits.output_chars), Capture(limits.error_chars))
         stack.callback(self._finish, job)
         with self._lock:
@@ -284,11 +281,16 @@ os.register_at_fork(after_in_child=_new_slots)
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Waits for one of a bounded number of turns: too many programs at once would run into their time limits."""
+    """Waits for one of a bounded number of turns: too many programs at once would run into their time limits.
+
+    What the host lacks to run a program (processes, file descriptors, disk) is a failure of the sandbox.
+    """
     slots = _slots
     if not slots.acquire(timeout=_QUEUE_SECONDS):
         raise EnvFailure("sandbox", f"no turn to run in {_QUEUE_SECONDS:g} s")
     try:
         yield
+    except OSError as error:
+        raise EnvFailure("sandbox", f"cannot start a program: {error}") from error
     finally:
         slots.release()

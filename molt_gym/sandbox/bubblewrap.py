@@ -26,6 +26,7 @@ from .seccomp import filter_program
 __all__ = ["Bubblewrap", "check_bubblewrap"]
 
 _MB = 1 << 20
+_working: set[str] = set()
 _NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
 _HINT = (
     "It needs the right to make namespaces: on a host, sysctl -w kernel.unprivileged_userns_clone=1 (Debian) or "
@@ -79,16 +80,15 @@ def check_bubblewrap() -> str | None:
     program = shutil.which("bwrap")
     if program is None:
         return "bubblewrap is not installed: apt-get install bubblewrap (likewise with dnf, pacman or apk)"
-    return _trouble(program)
-
-
-@functools.cache
-def _trouble(program: str) -> str | None:
-    try:
-        result = Bubblewrap().run("print(6 * 7)", limits=Limits(seconds=10))
-    except EnvFailure as failure:
-        return f"{program} does not work here: {failure.detail}. {_HINT}"
-    return None if result.stdout == "42\n" else f"{program} does not run Python here: {result.stderr[-500:]}. {_HINT}"
+    if program not in _working:
+        try:
+            result = Bubblewrap().run("print(6 * 7)", limits=Limits(seconds=10))
+        except EnvFailure as failure:
+            return f"{program} does not work here: {failure.detail}. {_HINT}"
+        if result.stdout != "42\n":
+            return f"{program} does not run Python here: {result.stderr[-500:]}. {_HINT}"
+        _working.add(program)
+    return None
 
 
 def _is_real_root() -> bool:

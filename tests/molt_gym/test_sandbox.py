@@ -580,13 +580,24 @@ class TestFailures:
         with pytest.raises(ConfigError, match="No permissions to create new namespace.*unprivileged_userns_clone"):
             make_sandbox("bubblewrap")
 
-    def test_a_sandbox_that_stops_working_is_no_result(self, sandbox, monkeypatch):
+    @pytest.mark.parametrize("call", ["subprocess.Popen", "os.memfd_create", "os.pipe", "os.pidfd_open"])
+    def test_a_sandbox_that_stops_working_is_no_result(self, sandbox, monkeypatch, call):
         def fail(*args, **kwargs):
-            raise BlockingIOError("no more processes")
+            raise OSError("no more of them")
 
-        monkeypatch.setattr(subprocess, "Popen", fail)
-        with pytest.raises(EnvFailure, match="sandbox: cannot start a program: no more processes"):
-            sandbox.run("print(1)")
+        with monkeypatch.context() as patched:
+            patched.setattr(call, fail)
+            for run in (lambda: sandbox.run("print(1)"), lambda: sandbox.run_pair("print(1)", "")):
+                with pytest.raises(EnvFailure, match="sandbox: cannot start a program: no more of them"):
+                    run()
+        assert sandbox.run("print(1)").stdout == "1\n"
+
+    def test_a_check_that_failed_once_is_made_again(self, monkeypatch):
+        monkeypatch.setattr("molt_gym.sandbox.bubblewrap._working", set())
+        with monkeypatch.context() as patched:
+            patched.setattr("molt_gym.sandbox.base._START_SECONDS", 0.0)
+            assert "does not work here: not started" in check_bubblewrap()
+        assert check_bubblewrap() is None
 
     def test_a_missing_bubblewrap_says_what_to_install(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
