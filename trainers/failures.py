@@ -1,17 +1,20 @@
 """Which rollouts of a step failed after they had ended, and how many may fail, and for what reason.
 
 Invariant: a reason that has a budget counts against that alone, all others count together; a step in which nothing
-ended stops the run, whatever the budgets.
+ended stops the run, whatever the budgets, and so do steps in a row of which nothing could be trained.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Failure, RowRef, Trajectory
 
 from .actor.actor import Actor
 from .config import Config
+
+MOST_IDLE = 8
+"""Steps in a row, or all of the run's, of which nothing was left to train on."""
 
 
 def fail_lost_rows(groups: Sequence[Sequence[Trajectory]], actor: Actor) -> None:
@@ -35,6 +38,14 @@ def check_failures(played: Sequence[Trajectory], config: Config, step: int) -> N
             first = next(failure for failure in failures if failure.reason in reasons)
             raise RunFailed(f"{number} of {len(played)} rollouts of step {step} failed ({told}), a share of "
                             f"{number / len(played):.2g}{limit}; the first: {first.message}")
+
+
+def check_idle(steps: int, dropped: Mapping[str, int], config: Config) -> None:
+    """Raise RunFailed after so many steps in a row of which nothing was left to train on; dropped: in the last one."""
+    if steps >= min(MOST_IDLE, config.steps):
+        told = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()) if count)
+        raise RunFailed(f"nothing was left to train on in {steps} steps in a row (dropped rollouts that ended: "
+                        f"{told or 'none'}, in the last); see rollout.incomplete_group and rollout.max_staleness")
 
 
 def _budgets(config: Config, counts: Counter[str], *, nothing_left: bool) -> Iterator[tuple[str, float, list[str]]]:

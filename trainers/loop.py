@@ -25,7 +25,7 @@ from .batch import usable, windows
 from .checkpoint import Checkpoints, load_state, restore_generators
 from .config import Config
 from .evaluate import Evaluations
-from .failures import check_failures, fail_lost_rows
+from .failures import check_failures, check_idle, fail_lost_rows
 from .handover import Handover, made_to_stay
 from .league import League
 from .progress import Progress
@@ -68,6 +68,8 @@ class Loop:
     """Whether weights, step and metrics file agree, so that they can be saved."""
     _held: float = 0.0
     """Seconds for which the last save held up the loop, until they are told."""
+    _idle: int = 0
+    """Steps in a row of which nothing was left to train on."""
     _stopping: bool = False
     _warned: bool = False
 
@@ -226,6 +228,8 @@ class Loop:
         if not self._warned and (warning := unused_tools(metrics)):
             self._warned = True
             self.progress.message(warning)
+        self._idle = 0 if groups else self._idle + 1
+        check_idle(self._idle, dropped, self.config)
 
     async def _send_weights(self) -> None:
         # Ranks that gather weights for nobody would be out of step with each other.

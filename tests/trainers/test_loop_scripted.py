@@ -6,9 +6,9 @@ import io
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from molt_gym.errors import RunFailed
 from molt_gym.threads import call_in_thread
-from molt_gym.tokens import Row, RowRef, Trajectory
+from molt_gym.tokens import Failure, Row, RowRef, Trajectory
 from molt_gym.trainers.actor.actor import ActorLost
 from molt_gym.trainers.checkpoint import load_state, newest_checkpoint
 from molt_gym.trainers.config import load_config
@@ -195,6 +195,33 @@ class Held:
             self.running.set()
             await self.go.wait()
         return await self._original(alone=alone)
+
+
+# Nothing to train on
+
+@pytest.mark.parametrize(("steps", "empty", "stops"), [
+    (3, range(3), 3), (20, range(2, 20), 10), (20, [step for step in range(20) if step % 8], None)])
+async def test_steps_in_a_row_of_which_nothing_can_be_trained_stop_the_run(
+    parts_of, steps: int, empty: Sequence[int], stops: int | None
+) -> None:
+    parts = parts_of(steps=steps, **{"rollout.incomplete_group": "drop", "rollout.max_failure_rate": 1.0})
+    play = parts.play
+
+    async def fail_one(ticket: Any) -> Trajectory:
+        trajectory = await play(ticket)
+        if ticket.step - 1 in empty and ticket.rollout:
+            trajectory.reward, trajectory.failure = None, Failure("judge", "is away", "")
+        return trajectory
+
+    parts.play, finished = fail_one, []
+    await parts.loop.start(resume=False)
+    try:
+        with nullcontext() if stops is None else pytest.raises(RunFailed, match="dropped: incomplete_group 1"):
+            await asyncio.wait_for(parts.loop.run(finished.append), WAIT)
+    finally:
+        await parts.loop.close()
+    assert (parts.lines[-1][0], len(finished)) == ((steps, 1) if stops is None else (stops, 0))
+    assert parts.saved == [f"step-{stops or steps:06}"]
 
 
 # Evaluation beside training
