@@ -43,6 +43,8 @@ class RolloutConfig(Section):
     """Engines that share the rollouts; more than one with vllm only."""
     runners: Count = 1
     """Processes that play the rollouts, with placement ray; otherwise this one does."""
+    max_envs: Count | None = None
+    """Most environments in play at a time in such a process, evaluation's included; others wait. Without it, all."""
     env_processes: Literal["auto", "always", "never"] = "auto"
     """Whether each environment gets a process of its own: auto if it says own_process = True."""
     weight_transfer: Literal["auto", "gloo", "ipc", "nccl", "file"] = "auto"

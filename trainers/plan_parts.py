@@ -62,7 +62,8 @@ def in_flight(config: Config, fleet: Fleet, episode: EpisodeRates) -> tuple[floa
     groups, stale = config.rollout.groups_per_step, config.rollout.max_staleness
     dispatched = max(groups, groups * stale + 1) * config.rollout.group_size
     fits = fleet.room / fleet.token / tokens_of(config, episode)[1]
-    return dispatched, min(config.rollout.max_concurrency, fits, dispatched / fleet.engines)
+    playing = min(dispatched, (config.rollout.max_envs or dispatched) * config.rollout.runners)
+    return dispatched, min(config.rollout.max_concurrency, fits, playing / fleet.engines)
 
 
 def rollout_lines(config: Config, fleet: Fleet, episode: EpisodeRates) -> list[str]:

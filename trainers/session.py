@@ -36,6 +36,7 @@ from .rollout.mixture import MixedRunner, split
 from .rollout.pool import TaskStream
 from .rollout.runner import Limits, Runner
 from .rollout.seats import PolicySeat, TokenSeat
+from .rollout.stage import Stage
 from .rollout.ticket import Ticket
 from .rollout.transformers_engine import TransformersEngine
 from .rollout.vllm_engine import VllmEngine
@@ -195,6 +196,7 @@ class Sampler:
         self._runners = WeakSet[Runner]()
         # Evaluation shares it with the training that it interrupts: they may be told to use the same port.
         self._agents = AgentServer(partial(loopback, config))
+        self._stage = Stage(config.rollout.max_envs)
         self.engine: RolloutEngine = engine or self._make_engine()
         self._opponents = FrozenModels(config, path, load_renderer)
         model = Model(self.renderer, self.engine, config.rollout.max_context)
@@ -236,7 +238,7 @@ class Sampler:
         make = Seated(maker, self._desk.address)
         others = self._opponents.others(gate, replace(sampling, top_logprobs=0), self._threads)
         runner = Runner(maker.env_id, make, seat, limits(self._config), live=gate.rollout, done=self._done,
-                        server=self._agents, own_process=maker.own_process, others=others)
+                        stage=self._stage, server=self._agents, own_process=maker.own_process, others=others)
         self._runners.add(runner)
         return runner
 
@@ -288,7 +290,8 @@ class Sampler:
 def policy_runner(policy: Policy, maker: EnvMaker, config: Config) -> Runner:
     """Plays with a policy that is no model of ours."""
     return Runner(maker.env_id, maker, lambda ticket, attempt: PolicySeat(policy), limits(config),
-                  server=AgentServer(partial(loopback, config)), own_process=maker.own_process)
+                  stage=Stage(config.rollout.max_envs), server=AgentServer(partial(loopback, config)),
+                  own_process=maker.own_process)
 
 
 async def evaluate_with(runner: Runner, config: Config, **options: Any) -> EvalResult:

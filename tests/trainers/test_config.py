@@ -223,7 +223,8 @@ trees = st.fixed_dictionaries({
     "actor": st.fixed_dictionaries({"lr": st.floats(0, 1e9, exclude_min=True)}),
     "rollout": st.fixed_dictionaries({
         "temperature": st.floats(1e-3, 10), "group_size": st.integers(2, 64), "template_kwargs": tables,
-        "max_turns": st.none() | st.integers(1, 9), "dynamic_filter": st.none() | st.just([0.25, 0.75])}),
+        "max_turns": st.none() | st.integers(1, 9), "max_envs": st.none() | st.integers(1, 9),
+        "dynamic_filter": st.none() | st.just([0.25, 0.75])}),
     "algorithm": st.fixed_dictionaries({
         "loss": st.sampled_from(["ppo", "reinforce"]),
         "importance": st.fixed_dictionaries({"level": st.sampled_from(["auto", "token", "seq", "geo"])})}),

@@ -139,5 +139,7 @@ def test_no_more_is_decoded_at_once_than_the_cache_holds():
     fleet = Fleet.of(config, Shape.of(DENSE), (2 * 8 * 128, 8), 20e9, EngineRates())
     dispatched, sequences = in_flight(config, fleet, EpisodeRates())
     assert dispatched == 512
+    few = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_envs": 3})})
+    assert in_flight(few, fleet, EpisodeRates()) == (512, 3)
     room = 20e9 - 2 * Shape.of(DENSE).parameters() - 3 * 2**30
     assert sequences * (512 + 256) * 147456 == pytest.approx(room, rel=1e-6)

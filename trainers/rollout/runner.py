@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from .agent_episode import AgentServer, info_of, outcome, play_agent, state_of
 from .env_calls import plain, reset, run_agent, step, turn_limit
 from .env_worker import DeadlinePassed, EnvPool, EnvWorker
 from .seats import Seat
+from .stage import Live, Stage
 from .table import Others, Table
 from .ticket import Ticket
 
@@ -61,6 +62,7 @@ class Runner:
         seat: whom to ask in attempt number `attempt` at a ticket, of a game for each seat that the policy has.
         others: whom to ask for further players of a game.
         live: entered while a rollout goes on, such as `Gate.rollout`.
+        stage: where all envs that share a limit are in play; by default there is none.
         done: called with each trajectory, as it ends.
         server: for agents, which other runners may share; by default one of its own.
         own_process: whether each env gets a process of its own.
@@ -73,7 +75,8 @@ class Runner:
         seat: Callable[[Ticket, int], Seat],
         limits: Limits,
         *,
-        live: Callable[[], AbstractContextManager[None]] = nullcontext,
+        live: Live = nullcontext,
+        stage: Stage | None = None,
         done: Callable[[Trajectory], None] = lambda _: None,
         server: AgentServer | None = None,
         own_process: bool = False,
@@ -83,6 +86,7 @@ class Runner:
         self._envs = EnvPool(make, own_process=own_process)
         self._phases: dict[int, tuple[str, float]] = {}
         self._seat, self._live, self._done, self._server = seat, live, done, server or AgentServer()
+        self._stage = stage or Stage()
         self.retried: Counter[str] = Counter()
         """Failures by reason that a new attempt followed; for the reader to clear."""
 
@@ -91,7 +95,7 @@ class Runner:
 
         That of a game is the one of the first seat, and has those of others; a game that failed is one rollout.
         """
-        with self._live():
+        async with self._stage.place(self._live):
             for attempt in range(self.limits.retries + 1):
                 trajectory, retry = await self._attempt(ticket, attempt)
                 if trajectory.failure is None or not retry:
