@@ -1,7 +1,7 @@
 """Which rollouts of a step failed after they had ended, and how many may fail, and for what reason.
 
 Invariant: a reason that has a budget counts against that alone, all others count together; a step in which nothing
-ended stops the run, whatever the budgets, and so do steps in a row of which nothing could be trained.
+ended stops the run, whatever the budgets, and so do steps in a row in which nothing was learnt.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from .actor.actor import Actor
 from .config import Config
 
 MOST_IDLE = 8
-"""Steps in a row, or all of the run's, of which nothing was left to train on."""
+"""Steps in a row, or all of the run's, in which nothing was learnt."""
 
 
 def fail_lost_rows(groups: Sequence[Sequence[Trajectory]], actor: Actor) -> None:
@@ -40,12 +40,13 @@ def check_failures(played: Sequence[Trajectory], config: Config, step: int) -> N
                             f"{number / len(played):.2g}{limit}; the first: {first.message}")
 
 
-def check_idle(steps: int, dropped: Mapping[str, int], config: Config) -> None:
-    """Raise RunFailed after so many steps in a row of which nothing was left to train on; dropped: in the last one."""
+def check_idle(steps: int, why: Mapping[str, int], config: Config) -> None:
+    """Raise RunFailed after so many steps in a row in which nothing was learnt; why: reasons and counts of the last."""
     if steps >= min(MOST_IDLE, config.steps):
-        told = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()) if count)
-        raise RunFailed(f"nothing was left to train on in {steps} steps in a row (dropped rollouts that ended: "
-                        f"{told or 'none'}, in the last); see rollout.incomplete_group and rollout.max_staleness")
+        told = ", ".join(f"{reason} {count}" for reason, count in sorted(why.items()) if count)
+        raise RunFailed(f"nothing was learnt in {steps} steps in a row (last: {told or 'nothing to train'}); see "
+                        "rollout.incomplete_group and rollout.max_staleness for what is dropped; for gradients that "
+                        "are not finite write a lower actor.lr, or actor.dtype = 'float32'")
 
 
 def _budgets(config: Config, counts: Counter[str], *, nothing_left: bool) -> Iterator[tuple[str, float, list[str]]]:

@@ -69,7 +69,7 @@ class Loop:
     _held: float = 0.0
     """Seconds for which the last save held up the loop, until they are told."""
     _idle: int = 0
-    """Steps in a row of which nothing was left to train on."""
+    """Steps in a row in which nothing was learnt: all was dropped, or no gradient was finite."""
     _stopping: bool = False
     _warned: bool = False
 
@@ -228,8 +228,9 @@ class Loop:
         if not self._warned and (warning := unused_tools(metrics)):
             self._warned = True
             self.progress.message(warning)
-        self._idle = 0 if groups else self._idle + 1
-        check_idle(self._idle, dropped, self.config)
+        skipped = metrics.get("optim/skipped_nonfinite") == 1
+        self._idle = self._idle + 1 if skipped or not groups else 0
+        check_idle(self._idle, {**dropped, "gradients not finite": int(skipped)}, self.config)
 
     async def _send_weights(self) -> None:
         # Ranks that gather weights for nobody would be out of step with each other.

@@ -197,11 +197,11 @@ class Held:
         return await self._original(alone=alone)
 
 
-# Nothing to train on
+# Nothing to learn from
 
 @pytest.mark.parametrize(("steps", "empty", "stops"), [
     (3, range(3), 3), (20, range(2, 20), 10), (20, [step for step in range(20) if step % 8], None)])
-async def test_steps_in_a_row_of_which_nothing_can_be_trained_stop_the_run(
+async def test_steps_in_a_row_in_which_all_rollouts_are_dropped_stop_the_run(
     parts_of, steps: int, empty: Sequence[int], stops: int | None
 ) -> None:
     parts = parts_of(steps=steps, **{"rollout.incomplete_group": "drop", "rollout.max_failure_rate": 1.0})
@@ -216,12 +216,20 @@ async def test_steps_in_a_row_of_which_nothing_can_be_trained_stop_the_run(
     parts.play, finished = fail_one, []
     await parts.loop.start(resume=False)
     try:
-        with nullcontext() if stops is None else pytest.raises(RunFailed, match="dropped: incomplete_group 1"):
+        with nullcontext() if stops is None else pytest.raises(RunFailed, match="last: incomplete_group 1"):
             await asyncio.wait_for(parts.loop.run(finished.append), WAIT)
     finally:
         await parts.loop.close()
     assert (parts.lines[-1][0], len(finished)) == ((steps, 1) if stops is None else (stops, 0))
     assert parts.saved == [f"step-{stops or steps:06}"]
+
+
+async def test_so_do_steps_in_a_row_whose_gradients_are_all_not_finite(parts_of, monkeypatch) -> None:
+    parts = parts_of(steps=9)
+    monkeypatch.setattr(Actor, "train", lambda *_: {"optim/skipped_nonfinite": 1.0})
+    with pytest.raises(RunFailed, match="learnt in 8 steps in a row .* gradients not finite 1.*lower actor.lr"):
+        await asyncio.wait_for(parts.run(), WAIT)
+    assert parts.saved == ["step-000008"]
 
 
 # Evaluation beside training
