@@ -101,7 +101,7 @@ def images_of(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def open_image(uri: str, where: str = "image") -> "Image":
-    """The image itself in RGB, upright, and decoded to its end.
+    """The image itself in RGB, upright, on white where it is transparent, and decoded to its end.
 
     Raises:
         ValueError: it is no data URI, no image of a known format, cut off, or too large.
@@ -189,7 +189,9 @@ def _encoded(image: Any, where: str) -> bytes:
 
     try:
         picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
-        if picture.mode not in ("1", "L", "P", "RGB", "RGBA"):
+        if picture.mode in ("F", "I"):
+            raise ValueError(f"of mode {picture.mode}, which has no white; convert it to one of 8 or 16 bits")
+        if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
             picture = picture.convert("RGB")
         file = io.BytesIO()
         picture.save(file, "PNG")
@@ -229,8 +231,21 @@ def _opened(data: bytes, where: str) -> "Image":
                 raise ValueError(f"{picture.width} x {picture.height} pixels, and at most {MAX_PIXELS:,} are taken; "
                                  "scale it down")
             picture.load()
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            return _in_rgb(ImageOps.exif_transpose(picture))
     except Image.UnidentifiedImageError:
         raise ValueError(f"{where}: {len(data)} bytes that are no {', '.join(FORMATS)} image") from None
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError,
+            Image.DecompressionBombWarning) as error:
         raise ValueError(f"{where}: cannot be decoded: {error}") from error
+
+
+def _in_rgb(picture: "Image") -> "Image":
+    """On white where it is transparent, as most pictures are looked at; of 16 bits the upper 8."""
+    from PIL import Image
+
+    if picture.mode.startswith("I"):
+        picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture.convert("RGB")

@@ -56,13 +56,27 @@ def test_a_file_stays_as_it_is_and_its_type_is_what_it_holds(tmp_path: Path):
     assert url_of(image_part(tmp_path / "misnamed.png")) == uri(encoded(RED, "JPEG"), "jpeg")
 
 
-def test_a_photo_is_turned_upright_and_loses_its_transparency():
+def test_a_photo_is_turned_upright():
     exif = Image.Exif()
     exif[0x0112] = 6
     file = io.BytesIO()
     RED.save(file, "JPEG", exif=exif)
     assert open_image(url_of(image_part(file.getvalue()))).size == (6, 8)
-    assert open_image(url_of(image_part(RED.convert("RGBA")))).mode == "RGB"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_on_white(mode: str):
+    picture = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    picture.putpixel((1, 0), (0, 0, 0, 255))
+    seen = open_image(url_of(image_part(picture.convert(mode))))
+    assert (seen.mode, seen.getpixel((0, 0)), seen.getpixel((1, 0))) == ("RGB", (255, 255, 255), (0, 0, 0))
+
+
+@pytest.mark.parametrize("kind", ["array", "file"])
+def test_of_16_bits_the_upper_8_are_seen(kind: str):
+    greys = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
+    picture = greys if kind == "array" else encoded(Image.fromarray(greys))
+    assert np.asarray(open_image(url_of(image_part(picture))))[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
 @pytest.mark.parametrize(("image", "words"), [
@@ -75,6 +89,7 @@ def test_a_photo_is_turned_upright_and_loses_its_transparency():
     (encoded(Image.effect_noise((64, 64), 50))[:-500], "cannot be decoded"),
     (huge(9000), "9000 x 9000 pixels, and at most 67,108,864 are taken"),
     (huge(60000), "cannot be decoded"),
+    (Image.new("F", (2, 2)), "of mode F, which has no white; convert it"),
     (3, "is no image"),
     (None, "is no image"),
 ])
