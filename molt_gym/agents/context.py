@@ -182,7 +182,9 @@ class AgentContext:
             # The server speaks plain HTTP on this machine: no proxies, and no 25 ms to load certificates. A public
             # URL may be another's, with TLS.
             make = sdk.DefaultAsyncHttpxClient if asynchronous else sdk.DefaultHttpxClient
-            kwargs = {**kwargs, "http_client": make(trust_env=False, verify=base_url.startswith("https:"))}
+            # Anthropic's SDK before 2.14 heeds `mounts` alone.
+            direct = dict.fromkeys(("http://", "https://", "all://"))
+            kwargs["http_client"] = make(trust_env=False, mounts=direct, verify=base_url.startswith("https:"))
         defaults = {"base_url": base_url, "api_key": self.api_key, "max_retries": 2, "timeout": self.remaining()}
         client = getattr(sdk, f"Async{name}" if asynchronous else name)(**{**defaults, **kwargs})
         if loop is not None or not asynchronous:

@@ -14,8 +14,9 @@ HELLO = [262, 264, END]
 CALL, END_CALL = 267, 268
 ADD_CALL = [CALL, *b'\n{"name": "add", "arguments": {"a": 1, "b": "\xc3\xa9"}}\n', END_CALL]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+# OpenAI's SDK before 3 puts a stream of chat completions together with strict tools alone.
 TOOLS = {
-    "chat": [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}],
+    "chat": [{"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}],
     "responses": [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}],
     "messages": [{"name": "add", "input_schema": SCHEMA}],
 }
