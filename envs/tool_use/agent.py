@@ -17,7 +17,7 @@ from .tools import TOOLS, run_tool
 __all__ = ["ToolUseAgent", "last_number"]
 
 SYSTEM = "Use the tools, then answer with the number."
-_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z.])-)?[0-9][0-9,]*(?:\.[0-9]+)?")
+_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z.])[-\u2212])?[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?")
 
 
 class ToolUseAgent(ChatAgent):
@@ -91,7 +91,7 @@ class ToolUseAgent(ChatAgent):
 def last_number(text: str) -> Decimal | None:
     """The last number that a text holds, in decimal digits, commas between them left out."""
     numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 def _judge(text: str, answer: int) -> Literal["right", "wrong", "no_number"]:

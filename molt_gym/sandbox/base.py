@@ -128,6 +128,7 @@ class Sandbox(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: set[_Job] = set()
+        self._cancels = 0
 
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Execution:
         """Runs a program.
@@ -135,9 +136,9 @@ class Sandbox(ABC):
         Raises:
             EnvFailure: reason "sandbox": it could not be started, died, or was cancelled.
         """
-        limits = limits or Limits()
+        limits, since = limits or Limits(), self._cancels
         with _turn(), ExitStack() as stack:
-            return self._watch([self._start(stack, code, stdin, (), limits)], limits)[0]
+            return self._watch([self._start(stack, code, stdin, (), limits, since)], limits)[0]
 
     def run_pair(self, code: str, peer: str, *, limits: Limits | None = None) -> tuple[Execution, Execution]:
         """Runs two programs, each in a sandbox and with limits of its own, joined by two pipes and by nothing else.
@@ -148,20 +149,21 @@ class Sandbox(ABC):
         Raises:
             EnvFailure: reason "sandbox": one could not be started or died, or they were cancelled.
         """
-        limits = limits or Limits()
+        limits, since = limits or Limits(), self._cancels
         with _turn(), ExitStack() as stack:
             # Only the programs may hold the pipes, or neither would see that the other has ended.
             with ExitStack() as pipes:
                 reads_peer, to_code = _pipe(pipes)
                 reads_code, to_peer = _pipe(pipes)
-                first = self._start(stack, code, "", (reads_peer, to_peer), limits)
-                second = self._start(stack, peer, "", (reads_code, to_code), limits)
+                first = self._start(stack, code, "", (reads_peer, to_peer), limits, since)
+                second = self._start(stack, peer, "", (reads_code, to_code), limits, since)
             ours, theirs = self._watch([first, second], limits)
             return ours, theirs
 
     def cancel(self) -> None:
-        """Ends what is running; the calls that wait for it raise `EnvFailure`. Later calls are not affected."""
+        """Ends what is running or waits for a turn; these calls raise `EnvFailure`. Later calls are not affected."""
         with self._lock:
+            self._cancels += 1
             for job in self._running:
                 job.cancelled = True
                 self._kill(job.process, job.launch)
@@ -178,7 +180,7 @@ class Sandbox(ABC):
     def _exit_code(self, returncode: int) -> int:
         """The exit code of the program; raises EnvFailure if it was the sandbox that ended."""
 
-    def _start(self, stack: ExitStack, code: str, stdin: str, fds: tuple[int, ...], limits: Limits) -> _Job:
+    def _start(self, stack: ExitStack, code: str, stdin: str, fds: tuple[int, ...], limits: Limits, since: int) -> _Job:
         with ExitStack() as handed:
             ready, write_ready = os.pipe()
             stack.callback(os.close, ready)
@@ -201,6 +203,8 @@ class Sandbox(ABC):
         job = _Job(process, launch, ready, Capture(limits.output_chars), Capture(limits.error_chars))
         stack.callback(self._finish, job)
         with self._lock:
+            if since != self._cancels:
+                raise EnvFailure("sandbox", "cancelled")
             self._running.add(job)
         return job
 

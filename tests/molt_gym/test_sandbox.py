@@ -207,6 +207,19 @@ class TestTime:
         assert wait_until_gone("cancelled") == []
         assert sandbox.run("print(1)").stdout == "1\n"
 
+    def test_cancelling_ends_what_waits_for_its_turn_too(self, bubblewrap, monkeypatch):
+        monkeypatch.setattr("molt_gym.sandbox.base._slots", threading.BoundedSemaphore(2))
+        with ThreadPoolExecutor(8) as pool:
+            code = sleeper("waiting", 60) + "while True: pass"
+            calls = [pool.submit(bubblewrap.run, code, limits=Limits(seconds=60)) for _ in range(8)]
+            deadline = time.monotonic() + 30
+            while len(processes("waiting")) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            bubblewrap.cancel()
+            for call in calls:
+                with pytest.raises(EnvFailure, match="sandbox: cancelled"):
+                    call.result(timeout=30)
+
     def test_twelve_at_once_all_return_in_time(self, sandbox):
         begin = time.monotonic()
         with ThreadPoolExecutor(12) as pool:

@@ -87,7 +87,8 @@ def test_splits_differ():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("12 and 3.50", "3.5"), ("-7", "-7"), ("10-3", "3"), ("1,234.", "1234"), ("x-2", "2"), ("none", None)],
+    [("12 and 3.50", "3.5"), ("-7", "-7"), ("10-3", "3"), ("1,234.", "1234"), ("x-2", "2"), ("none", None),
+     ("\u22127", "-7"), ("1, 2,3", "3"), ("1,2,34", "34")],
 )
 def test_the_last_number_counts(text, number):
     assert last_number(text) == (None if number is None else Decimal(number))
