@@ -193,6 +193,9 @@ class TokenRespondent:
         tokens = []
         for i, logprob in zip(generation.ids, generation.logprobs, strict=True):
             text = self._renderer.decode([i])
+            if tokens:
+                # Some tokenizers drop the space that a text begins with.
+                text = self._renderer.decode([i, i])[len(text) :]
             tokens.append(Token(text, None if "\ufffd" in text else text.encode("utf-8", "surrogatepass"), logprob))
         return tokens
 

@@ -75,7 +75,8 @@ class Renderer:
 
             self._parse = VllmParsers(tokenizer, tool_parser, reasoning_parser).parse
         self._check_encoding(tokenizer)
-        self.stop_token_ids = tuple(dict.fromkeys([*_configured_stops(tokenizer), *self._ends_of_turn()]))
+        configured = tuple(_configured_stops(tokenizer))
+        self.stop_token_ids = tuple(dict.fromkeys([*configured, *self._ends_of_turn(configured)]))
         self._extension = Extension(self._template, self._markers, self.stop_token_ids, vision)
 
     @property
@@ -238,16 +239,19 @@ class Renderer:
                     "take another tokenizer file of this model"
                 )
 
-    def _ends_of_turn(self) -> Iterator[int]:
-        for new in (QUESTION, {"role": "tool", "tool_call_id": "call00000", "content": "?"}):
+    def _ends_of_turn(self, configured: Sequence[int]) -> Iterator[int]:
+        for new in ([], [QUESTION], [{"role": "tool", "tool_call_id": "call00000", "content": "?"}]):
             shield = self._template.shield()
             sentinel = shield.sentinel()
-            *until, after = self._template.prepare([QUESTION, ending_in(sentinel, {}), new], shield)
             try:
-                tail = self._template.after_reply(sentinel, until, [after], (), calls=False)
+                talk = self._template.prepare([QUESTION, ending_in(sentinel, {}), *new], shield)
+                text = self._template.write(talk, (), header=bool(new))
             except ChatTemplateError:
                 continue
-            first = self._markers.encode(tail or "", shield, after=())[:1]
+            first = self._markers.encode(text.rpartition(sentinel)[2], shield, after=())[:1]
+            if not new and first and first[0] in configured:
+                # What such a template writes between turns may also stand in one, as between reasoning and answer.
+                return
             yield from (i for i in first if i in self._markers.ids.values())
 
 

@@ -5,6 +5,11 @@ import json
 import anthropic
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from molt_gym.server.respond import Rules, TokenRespondent
+from molt_gym.tokens import Generation, Renderer, Sampling
 
 END, NEWLINE = 257, 10
 OK = {"role": "user", "content": "ok"}
@@ -115,6 +120,25 @@ async def test_logprobs_are_those_recorded(agent_of, engine, renderer_of):
         assert [token.logprob for token in tokens] == row.logprobs[20:]
         assert tokens[4].token == "llo" and bytes(tokens[4].bytes) == b"llo" and tokens[5].token == "<|im_end|>"
     assert (await agent.chat(OK)).choices[0].logprobs is None
+
+
+async def test_texts_of_tokens_keep_the_spaces_between_words_where_a_text_is_decoded_without_its_first(server):
+    letters = [*"▁<|user>astin:\n", "</s>", "▁he", "▁ok", "he"]
+    backend = Tokenizer(models.BPE({token: place for place, token in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    template = "{% for m in messages %}{{ m.role ~ m.content ~ '</s>' }}{% endfor %}{{ 'assistant:' }}"
+    renderer = Renderer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template))
+    sampled = [letters.index(token) for token in ("▁he", "he", "▁ok", "</s>")]
+
+    async def generate(ids, *_):
+        return Generation(sampled, [-1.0] * 4, [0] * 4, "stop")
+
+    session = server.open(TokenRespondent(renderer, generate, Rules(Sampling(8), 99)))
+    async with openai.AsyncOpenAI(base_url=f"{session.url}/v1", api_key=session.key) as client:
+        choice = (await client.chat.completions.create(model="m", messages=[OK], logprobs=True)).choices[0]
+    assert choice.message.content == "hehe ok"
+    assert [token.token for token in choice.logprobs.content] == ["he", "he", " ok", "</s>"]
 
 
 @pytest.mark.parametrize("name", ["chat", "messages"])

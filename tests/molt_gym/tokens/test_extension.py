@@ -60,6 +60,15 @@ def test_a_reply_ended_by_another_stop_token_keeps_it(tokenizer_of, tmp_path, pr
     assert extended(renderer, [266, 258]) == [END, NEWLINE, *prompt_ids]
 
 
+def test_a_marker_that_may_stand_within_a_reply_ends_none(tokenizer_of, templates):
+    between = "('<|im_end|>' if loop.last and not add_generation_prompt else '<|bos|>')"
+    renderer = Renderer(tokenizer_of(templates["chatml"].replace("'<|im_end|>\n'", between)))
+    assert renderer.stop_token_ids == (END,)
+    sampled = [*b"hm", 258, 256, 266, END]
+    assert renderer.parse(sampled)["content"] == "hm<|bos|><|im_start|>ok"
+    assert renderer.length_to_stop(sampled, (), ()) == len(sampled)
+
+
 def test_a_role_marker_that_ended_the_reply_is_not_doubled(renderer_of):
     renderer = renderer_of("role markers")
     user, assistant, observation = 267, 268, 269
