@@ -241,8 +241,9 @@ def _spec(fresh: Maker) -> None:
 def _elsewhere(fresh: Maker) -> None:
     from .trainers.rollout.env_process import EnvProcess
 
-    with closing(fresh()) as env:
-        fixed, here = _fixed(env), some_turns(env)
+    with closing(fresh()) as env, closing(EnvProcess(fresh)) as process:
+        # One that always has a process of its own is nowhere else.
+        fixed, here = _fixed(env), process.run(some_turns) if getattr(fresh, "own_process", False) else some_turns(env)
     for observation, *_ in here:
         json.dumps(observation)
     if pickle.loads(pickle.dumps(here)) != here:  # noqa: S301

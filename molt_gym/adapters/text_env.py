@@ -137,8 +137,7 @@ def text_spec(spec: EnvSpec) -> EnvSpec:
     """The spec under which `TextEnv` plays the env of another spec, with the same id and cap on turns."""
     # The spec, not its id, which may mean nothing in another process.
     return EnvSpec(spec.id, entry_point=_ENTRY, max_episode_steps=spec.max_episode_steps,
-                   kwargs={"env": spec} | spec.kwargs, nondeterministic=spec.nondeterministic,
-                   vector_entry_point=f"molt_gym.vector:{spec.id}")
+                   kwargs={"env": spec} | spec.kwargs, nondeterministic=spec.nondeterministic)
 
 
 def _make(env: Env, kwargs: dict[str, Any]) -> gym.Env:

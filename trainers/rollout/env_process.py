@@ -91,9 +91,10 @@ class EnvProcess:
             if self._killed:
                 raise EOFError
             self._socket = ours
+            # Some suites draw from sets, whose order hashes decide: a task has to be the same in all processes.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_SUPERVISOR), str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, start_new_session=True)
+                env={"PYTHONHASHSEED": "0", **os.environ}, stdin=subprocess.DEVNULL, start_new_session=True)
         self._connection = Connection(os.dup(ours.fileno()))
         self._connection.send(sys.path)
         self._connection.send_bytes(make)

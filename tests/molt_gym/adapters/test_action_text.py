@@ -71,7 +71,8 @@ def test_numbers_that_are_taken_are_those_that_were_written(numbers):
     for space in (MultiDiscrete([2, 2]), MultiBinary(2), Box(-1, 1, (2,)), Box(-np.inf, np.inf, (2,)),
                   Box(-9, 9, (2,), np.int8), Box(0, 255, (2,), np.uint8)):
         try:
-            assert parse_action(" ".join(map(repr, numbers)), space).tolist() == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+            found = parse_action(" ".join(map(repr, numbers)), space).tolist()
+            assert found == pytest.approx(numbers, rel=1e-6, abs=1e-6)
         except IllegalReply as error:
             assert "write" in str(error)
 

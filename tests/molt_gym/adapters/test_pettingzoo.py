@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from functools import partial
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, Text
@@ -197,6 +198,12 @@ def test_through_either_interface_of_pettingzoo_a_game_goes_as_here(env_id: str)
         assert ended or cut or observation in aec.observation_space(agent)
         aec.step(None if ended or cut else say(left.pop(0) if about["turn"] else "ignored"))
     assert sums == totals and not left
+
+
+def test_an_id_of_a_suite_may_be_named_with_this_package() -> None:
+    for env_id in [env_id for env_id in gym.registry if env_id.startswith("pettingzoo/")]:
+        del gym.registry[env_id]
+    assert molt_gym.make("molt_gym:pettingzoo/rps-v2").spec.id == "pettingzoo/rps-v2"
 
 
 def test_the_cap_on_turns_holds_in_a_parallel_env() -> None:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import molt_gym
 from molt_gym import as_policy
 from molt_gym.errors import EnvFailure
 from molt_gym.trainers.config import load_config
@@ -185,6 +188,15 @@ async def test_an_agent_that_raises_and_an_engine_that_fails_are_told_apart(wild
 
 
 # Alone
+
+def test_what_depends_on_hashes_is_the_same_in_all_processes(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seen = set()
+    for _ in range(2):
+        with closing(EnvProcess(partial(molt_gym.make, "TicTacToe-v0"))) as process:
+            seen.add(process.run(lambda env: hash("a task")))
+    assert len(seen) == 1
+
 
 def test_a_process_that_was_killed_before_it_began_does_not_begin():
     process = EnvProcess(dict)
