@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import cloudpickle
 import gymnasium as gym
-import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from molt_gym.agents import AgentEnv, AgentRun, Result
@@ -99,7 +98,7 @@ def plays_itself(env: gym.Env) -> bool:
 
 def plain(info: dict[str, Any]) -> dict[str, Any]:
     """The finite numbers and the texts of `info`, which is all that transcripts take."""
-    values = {str(key): value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
+    values = {str(key): value.item() if getattr(value, "ndim", None) == 0 else value for key, value in info.items()}
     return {key: value for key, value in values.items()
             if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))}
 
