@@ -65,7 +65,7 @@ def make_source(
     difficulty = options.pop("difficulty", None)
     known = {*OPTIONS, *(f"{field}_column" for field in (*fields, *optional, "difficulty"))}
     if unknown := options.keys() - known:
-        raise TypeError(f"there is no option {', '.join(sorted(unknown))}")
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
     if given := sorted(option for option, value in options.items() if value is not None):
         raise ConfigError(f"{', '.join(given)}: this is for a dataset; write dataset too")
     return generator(families, 1 if difficulty is None else difficulty, split)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .trainers.api import TrainResult
     from .trainers.evaluate import EvalResult
 
+__version__ = "0.1.0"
 __all__ = [
     "AgentContext",
     "AgentEnv",

@@ -149,7 +149,12 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
 
     env, overrides = env_and_overrides(options, rest)
     console = Console(highlight=False)
+    if options.n < 1:
+        raise ConfigError(f"-n {options.n}: write how many episodes, from 1 on")
     if options.human:
+        for name in ("model", "out", "config"):
+            if (value := getattr(options, name)) is not None:
+                raise ConfigError(f"--{name} {value} has no effect with --human; leave one of the two out")
         kwargs = _env_kwargs(env, overrides, "--human")
         for episode in range(options.n):
             play(env, seed=options.seed + episode, env_kwargs=kwargs, console=console)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import __version__
 from .cli_words import numbers
 
 __all__ = ["make_parser"]
@@ -14,8 +15,10 @@ __all__ = ["make_parser"]
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of these words, which leaves settings over; `verb` of what it returns is the command's name."""
     parser = argparse.ArgumentParser(
-        prog="molt-gym", description="Train language-model agents with reinforcement learning.", allow_abbrev=False
+        prog="molt-gym", description="Train language-model agents with reinforcement learning.", allow_abbrev=False,
+        epilog="Begin with: molt-gym train CodeExec-v0. `molt-gym COMMAND --help` has the options of each."
     )
+    parser.add_argument("--version", action="version", version=f"molt-gym {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
 
     def verb(name: str, help: str, usage: str, overridable: bool = False) -> argparse.ArgumentParser:
@@ -34,7 +37,7 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     distill.add_argument("--teacher", metavar="M", help="hub name or local folder with the same tokenizer")
     for trains in (train, distill):
         trains.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
-        trains.add_argument("--steps", type=int, metavar="N", help="training steps")
+        trains.add_argument("--steps", type=int, metavar="N", help="training steps; without it, as the model's preset says, or 40")
         trains.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
         trains.add_argument("--resume", metavar="DIR",
                             help="go on with this run; auto: with --out or the latest one of ENV")

@@ -10,6 +10,7 @@ import copy
 import difflib
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -93,7 +94,7 @@ def find_spec(env_id: str, *, max_episode_steps: int | None = None, **kwargs: An
     if module:
         _import_module(module, env_id)
     spec = _registered(name)
-    if spec is None and not module:
+    if spec is None and module in ("", "molt_gym"):
         suites.load(name.rpartition("/")[0])
         spec = _registered(name)
     if spec is None and not module:
@@ -117,7 +118,7 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
 
     Raises:
         UnknownEnv: nothing knows the id; the message names the nearest ids.
-        ConfigError: an argument is missing without which its class cannot be.
+        ConfigError: an argument is missing without which its class cannot be, or is none of its own.
         NotAChatEnv: its spaces are not `molt_gym.Conversation` and `molt_gym.AssistantMessage`, and its actions cannot
             be written in a reply.
     """
@@ -129,13 +130,18 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
     if missing := [name for name in _needs(creators(spec), spec) if name not in kwargs] if spec.entry_point else []:
         raise ConfigError(f"{spec.id}: {', '.join(missing)} missing; write it as a keyword, to train as env_kwargs="
                           f"{{'{missing[0]}': ...}} or --env-kwargs.{missing[0]} VALUE")
-    env = gym.make(spec, **kwargs)
+    try:
+        env = gym.make(spec, **kwargs)
+    except TypeError as error:
+        unknown = re.search(r"(?:unexpected keyword argument|unknown keyword) '?(\w+)", str(error))
+        if unknown is None or unknown[1] not in kwargs:
+            raise
+        raise ConfigError(f"{spec.id}: it takes no argument {unknown[1]!r}; {_arguments(spec)}") from error
     if isinstance(env.observation_space, ConversationSpace) and isinstance(env.action_space, AssistantMessageSpace):
         return env
     env.close()
-    name = env.spec.id if env.spec is not None else env_id
     raise NotAChatEnv(
-        f"{name} is no chat env: its observations are {env.observation_space!r:.200} and its actions "
+        f"{spec.id} is no chat env: its observations are {env.observation_space!r:.200} and its actions "
         f"{env.action_space!r:.200}. Derive it from molt_gym.ChatEnv, or register a gymnasium.Wrapper around it whose "
         "observation_space is molt_gym.Conversation(), whose action_space is molt_gym.AssistantMessage(), and which "
         "turns observations into messages and the text of a reply into an action."
@@ -193,6 +199,18 @@ def list_envs(suite: str | None = None) -> list[EnvInfo]:
                 if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
     found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
     return sorted((info for info in found if suite in (None, info.source)), key=lambda info: info.id)
+
+
+def _arguments(spec: EnvSpec) -> str:
+    """What an env takes, in words: what its class names and, where that hands others on, what its bases name."""
+    names: dict[str, None] = {}
+    for maker in creators(spec)[::-1]:
+        for part in inspect.getmro(maker) if inspect.isclass(maker) else (maker,):
+            taken = inspect.signature(part).parameters.values()
+            names |= {one.name: None for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+            if all(one.kind is not one.VAR_KEYWORD for one in taken):
+                break
+    return f"write one of {', '.join(names)}, or what the docstring of {getattr(creators(spec)[1], '__name__', spec.id)} adds"
 
 
 def _needs(makers: tuple[Any, Any], spec: EnvSpec) -> tuple[str, ...]:

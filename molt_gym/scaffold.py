@@ -1,5 +1,6 @@
 """`molt-gym new-env NAME` and `new-agent NAME`: a small package that is found, checked and trained at once."""
 
+import importlib.util
 import keyword
 import re
 from pathlib import Path
@@ -111,12 +112,14 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
         The files.
 
     Raises:
-        ConfigError: the name makes no package, or the folder has something in it.
+        ConfigError: the name makes no package, or that of a module that is here already, or the folder has something in it.
     """
     words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)
     module = "_".join(words).lower()
     if not re.fullmatch(r"[A-Za-z][\w-]*", name) or not words or not module.isidentifier() or keyword.iskeyword(module):
         raise ConfigError(f"name: {name!r} makes no package; write letters and digits, such as Larger or my-larger")
+    if (found := importlib.util.find_spec(module)) is not None and found.origin is not None:
+        raise ConfigError(f"name: a module {module} is here already, {found.origin}; write another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"out: {folder} has something in it; write a new folder")
     title = "".join(word[:1].upper() + word[1:] for word in words)

@@ -20,3 +20,8 @@ def test_every_folder_with_code_is_an_installed_package():
 def test_nothing_at_the_top_level_is_imported_by_a_generic_name():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings["package-dir"] == HOMES
+
+
+def test_types_are_told_to_type_checkers():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-data"] == {"molt_gym": ["py.typed"]} and (ROOT / "molt_gym" / "py.typed").is_file()

@@ -118,7 +118,8 @@ def field_help(schema: type[Section] = Config) -> str:
     for path, field in _fields(schema):
         if path != ("env",):
             default = "" if field.default is None else f" (default: {field.default})"
-            name = ".".join(path).replace("_", "-")
+            short = [".".join(word) for word, option in _SHORTHANDS.items() if option == path and schema is Config]
+            name = ", --".join([".".join(path).replace("_", "-"), *short])
             lines.append(f"  --{name}: {_takes(field)}{default}\n      {field.description}")
     return "\n".join(lines)
 
@@ -176,7 +177,7 @@ def _nearest(path: Keys, schema: type[Section]) -> str:
         return max(whole, difflib.SequenceMatcher(None, path[-1], known[candidate][-1]).ratio() - 0.01)
 
     best = sorted(known, key=likeness, reverse=True)[:3]
-    return "nearest: " + ", ".join(candidate for candidate in best if likeness(candidate) > 0.8 or candidate == best[0])
+    return "nearest: " + ", ".join(candidate for candidate in best if likeness(candidate) >= 0.8 or candidate == best[0])
 
 
 def _put(tree: dict[str, Any], path: Keys, value: Any) -> None:

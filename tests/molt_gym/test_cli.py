@@ -85,9 +85,17 @@ def test_help_and_envs_are_quick_and_load_no_torch(words):
     assert processor_seconds() - before < 1
 
 
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"molt-gym {molt_gym.__version__}\n"
+
+
 def test_help_of_train_lists_the_settings():
     text = command("train", "--help").stdout
     assert "--rollout.group-size" in text and "--resume" in text and text.count("--steps") == 1
+    assert "--rollout.engine, --engine: " in text
 
 
 def test_envs_lists_ids_with_one_line_each():
@@ -145,7 +153,12 @@ def test_train_passes_options_and_settings_on(called):
         (["train", "CodeExec-v0=1", "Math-v0"], "'Math-v0': no env with a weight; write ID=WEIGHT"),
         (["train", "CodeExec-v0=much"], "'CodeExec-v0=much'"),
         (["envs", "--all"], "--all"),
+        (["train", "CodeExec-v0", "--modle", "tiny"], "nearest: algorithm.importance.mode, model"),
         (["rollout", "CodeExec-v0", "--human", "--rollout.top-k", "3"], "no effect with --human"),
+        (["rollout", "CodeExec-v0", "--human", "--model", "tiny"], "--model tiny has no effect with --human"),
+        (["rollout", "CodeExec-v0", "--human", "--out", "x.jsonl"], "--out x.jsonl has no effect with --human"),
+        (["rollout", "CodeExec-v0", "-n", "0"], "-n 0: write how many"),
+        (["rollout", "CodeExec-v0", "--human", "--env-kwargs.dificulty", "2"], "takes no argument 'dificulty'"),
     ],
 )
 def test_a_wrong_command_exits_2_with_one_message(words, said, capsys):

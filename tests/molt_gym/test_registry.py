@@ -10,6 +10,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.envs.registration import EnvSpec
 
 import molt_gym
+from molt_gym import ConfigError
 from molt_gym.registry import find_spec, load_plugins
 
 
@@ -127,8 +128,21 @@ def test_what_is_given_to_make_reaches_the_env_and_gymnasium(echo, say):
     env = molt_gym.make(echo, prefix="given", max_episode_steps=1)
     assert env.reset()[0]["messages"][0]["content"].startswith("given ")
     assert env.step(say("hi"))[3] is True
-    with pytest.raises(TypeError, match="prefx"):
-        molt_gym.make(echo, prefx="given")
+
+
+@pytest.mark.parametrize(("env_id", "taken"), [
+    ("Math-v0", "write one of split, turns, .*, render_mode, or what the docstring of MathEnv adds"),
+    ("ToolUse-v0", "write one of families, .*, run_timeout, or"), ("TicTacToe-v0", "write one of opponent, "),
+    ("CartPole-v1", "write one of sutton_barto_reward, ")])
+def test_an_argument_that_the_env_does_not_take_is_refused_with_those_that_it_takes(env_id, taken):
+    with pytest.raises(ConfigError, match=f"{env_id}: it takes no argument 'trns'; {taken}"):
+        molt_gym.make(env_id, trns=2)
+
+
+def test_an_error_of_an_env_that_is_made_stays_what_it_is(echo_module):
+    molt_gym.register("Echo-v3", lambda prefix, size=1: len(size), kwargs={"prefix": "x"})
+    with pytest.raises(TypeError, match="has no len"):
+        molt_gym.make("Echo-v3", size=2)
 
 
 def test_a_spec_as_json_makes_the_env_where_nothing_is_registered(echo):

@@ -53,6 +53,13 @@ def test_a_name_that_makes_no_package_is_refused(name, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["Torch", "json", "molt-gym"])
+def test_a_name_that_would_hide_another_module_is_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match="name: a module .* is here already"):
+        create("env", name, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match="has something in it"):
