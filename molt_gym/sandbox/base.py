@@ -166,7 +166,8 @@ class Sandbox(ABC):
             self._cancels += 1
             for job in self._running:
                 job.cancelled = True
-                self._kill(job.process, job.launch)
+                if job.process.returncode is None:
+                    self._kill(job.process, job.launch)
 
     @abstractmethod
     def _launch(self, stack: ExitStack, limits: Limits) -> Launch:
@@ -285,10 +286,7 @@ os.register_at_fork(after_in_child=_new_slots)
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Waits for one of a bounded number of turns: too many programs at once would run into their time limits.
-
-    What the host lacks to run a program (processes, file descriptors, disk) is a failure of the sandbox.
-    """
+    """One of a few turns: more at once would be late. What the host lacks to run it is a failure of the sandbox."""
     slots = _slots
     if not slots.acquire(timeout=_QUEUE_SECONDS):
         raise EnvFailure("sandbox", f"no turn to run in {_QUEUE_SECONDS:g} s")

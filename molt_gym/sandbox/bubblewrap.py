@@ -13,11 +13,13 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import ceil
+from pathlib import Path
 
 from ..errors import EnvFailure
 from .base import Launch, Limits, Sandbox, memory_file
@@ -64,8 +66,13 @@ class Bubblewrap(Sandbox):
         return Launch(command, rlimits, uid=secrets.randbelow(2**30) + 2**30 if self._as_root else 0, fds=(refused,))
 
     def _kill(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
-        # The kernel ends the process namespace with its first process, and that one with bubblewrap.
-        process.kill()
+        # The kernel ends a process namespace with its first process, the child of bubblewrap. That one dies with its
+        # parent, but not yet while the namespace is made; then it is in the process group, or is already known.
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        first = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        for kill, pid in [(os.killpg, process.pid), *((os.kill, pid) for pid in first)]:
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
     def _exit_code(self, returncode: int) -> int:
         if returncode < 0:

@@ -207,6 +207,18 @@ class TestTime:
         assert wait_until_gone("cancelled") == []
         assert sandbox.run("print(1)").stdout == "1\n"
 
+    def test_nothing_is_left_of_a_start_that_is_cancelled(self, bubblewrap, tmp_path):
+        program = tmp_path / "bwrap"
+        program.symlink_to(bubblewrap._program)
+        bubblewrap._program = str(program)
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(bubblewrap.run, "while True: pass", limits=Limits(seconds=30)) for _ in range(80)]
+            while not all(call.done() for call in calls):
+                bubblewrap.cancel()
+                time.sleep(0.003)
+        assert {str(call.exception()) for call in calls} == {"sandbox: cancelled"}
+        assert wait_until_gone(str(program)) == []
+
     def test_cancelling_ends_what_waits_for_its_turn_too(self, bubblewrap, monkeypatch):
         monkeypatch.setattr("molt_gym.sandbox.base._slots", threading.BoundedSemaphore(2))
         with ThreadPoolExecutor(8) as pool:
