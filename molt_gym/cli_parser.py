@@ -37,7 +37,7 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     distill.add_argument("--teacher", metavar="M", help="hub name or local folder with the same tokenizer")
     for trains in (train, distill):
         trains.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
-        trains.add_argument("--steps", type=int, metavar="N", help="training steps; without it, as the model's preset says, or 40")
+        trains.add_argument("--steps", type=int, metavar="N", help="training steps (default 40, or a preset's)")
         trains.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
         trains.add_argument("--resume", metavar="DIR",
                             help="go on with this run; auto: with --out or the latest one of ENV")

@@ -204,13 +204,14 @@ def list_envs(suite: str | None = None) -> list[EnvInfo]:
 def _arguments(spec: EnvSpec) -> str:
     """What an env takes, in words: what its class names and, where that hands others on, what its bases name."""
     names: dict[str, None] = {}
-    for maker in creators(spec)[::-1]:
+    creator, decider = creators(spec)
+    for maker in (decider, creator):
         for part in inspect.getmro(maker) if inspect.isclass(maker) else (maker,):
             taken = inspect.signature(part).parameters.values()
             names |= {one.name: None for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
             if all(one.kind is not one.VAR_KEYWORD for one in taken):
                 break
-    return f"write one of {', '.join(names)}, or what the docstring of {getattr(creators(spec)[1], '__name__', spec.id)} adds"
+    return f"write one of {', '.join(names)}, or what the docstring of {getattr(decider, '__name__', spec.id)} adds"
 
 
 def _needs(makers: tuple[Any, Any], spec: EnvSpec) -> tuple[str, ...]:

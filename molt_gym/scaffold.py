@@ -112,7 +112,7 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
         The files.
 
     Raises:
-        ConfigError: the name makes no package, or that of a module that is here already, or the folder has something in it.
+        ConfigError: the name makes no package or is that of a module that is here, or the folder has something in it.
     """
     words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)
     module = "_".join(words).lower()

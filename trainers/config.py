@@ -177,7 +177,7 @@ def _nearest(path: Keys, schema: type[Section]) -> str:
         return max(whole, difflib.SequenceMatcher(None, path[-1], known[candidate][-1]).ratio() - 0.01)
 
     best = sorted(known, key=likeness, reverse=True)[:3]
-    return "nearest: " + ", ".join(candidate for candidate in best if likeness(candidate) >= 0.8 or candidate == best[0])
+    return "nearest: " + ", ".join(name for name in best if name == best[0] or likeness(name) >= 0.8)
 
 
 def _put(tree: dict[str, Any], path: Keys, value: Any) -> None:
