@@ -135,7 +135,7 @@ async def _train(
         stack.push_async_callback(sampler.aclose)
         spec = ActorSpec(str(model.path), portable(config), getattr(torch, config.actor.dtype), total, frozen)
         actor = partial(placement.actor, spec)
-        runner, pool = _pool(config, sampler, curriculum, run_dir)
+        runner, pool, counts = _pool(config, sampler, curriculum, run_dir)
         stack.push_async_callback(runner.aclose)
         stack.push_async_callback(pool.close)
         teacher = None
@@ -143,7 +143,8 @@ async def _train(
             teacher = await asyncio.to_thread(TeacherEngine, config, frozen, sampler.renderer)
             stack.push_async_callback(teacher.close)
         league = League(config, model.path) if wants_league(config) else None
-        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher, about(model.path, config.actor), league)
+        kept = about(model.path, config.actor) | {"tasks": counts}
+        loop = Loop(config, sampler, actor, pool, run_dir, progress, teacher, kept, league)
         stack.push_async_callback(loop.close)
         resumed = await loop.start(resume=resume)
         # Settings that do not fit the checkpoint must not take the place of those that do.
@@ -157,19 +158,21 @@ async def _train(
 
 def _pool(
     config: Config, sampler: Sampler, curriculum: Curriculum | None, run_dir: RunDir
-) -> tuple[Player, Pool]:
-    """What plays in the env, or in those of the mixture, and the groups that it is given."""
+) -> tuple[Player, Pool, list[int | None]]:
+    """What plays in the env, or in those of the mixture, the groups that it is given, and the tasks of each env."""
     rollout, seed = config.rollout, config.seed
     plan = Plan(rollout.groups_per_step, rollout.group_size, rollout.max_staleness, rollout.dynamic_filter)
     makers = [env_maker(part) for part in split(config)]
-    tasks = [TaskStream(maker.num_tasks(), seed) for maker in makers]
+    counts = [maker.num_tasks() for maker in makers]
+    tasks = [TaskStream(count, seed) for count in counts]
     options: Any = {"temperature": rollout.temperature, "ordered": rollout.max_staleness == 0}
     if not config.mixture:
         runner = sampler.runner(makers[0], **options)
-        return runner, Pool(runner, tasks[0], plan, seed=seed)
+        return runner, Pool(runner, tasks[0], plan, seed=seed), counts
     mixture = Mixture({env: entry["weight"] for env, entry in config.mixture.items()}, tasks, seed)
     mixed = sampler.mixed_runner(makers, **options)
-    return mixed, MixedPool(mixed, mixture, plan, seed=seed, curriculum=curriculum, last_line=run_dir.last_step)
+    pool = MixedPool(mixed, mixture, plan, seed=seed, curriculum=curriculum, last_line=run_dir.last_step)
+    return mixed, pool, counts
 
 
 def rollout(

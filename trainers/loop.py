@@ -103,6 +103,9 @@ class Loop:
         self.kl = AdaptiveKl.of(self.config.algorithm.kl, state)
         restore_generators(state)
         self.step, self.exhausted = state["step"], False
+        if (before := state.get("tasks")) != (now := self.about.get("tasks")) and before is not None:
+            self.progress.message(f"the number of tasks was {before} and is {now}: they go on in another order, and "
+                                  "some come again before others have come at all")
         self.run_dir.cut_metrics(self.step if path else -1)
         if not path:
             self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")
@@ -182,7 +185,13 @@ class Loop:
             batch = await self._served(self.pool.next_batch(self.step + 1))
             times = {"time/rollout": time.perf_counter() - started}
             await self._to_the_end(asyncio.to_thread(fail_lost_rows, batch.groups, self.actor))
-        check_failures(batch.played, self.config, self.step + 1)
+        try:
+            check_failures(batch.played, self.config, self.step + 1)
+        except RunFailed as error:
+            with suppress(OSError):
+                path = await asyncio.to_thread(self.run_dir.write_rollouts, self.step + 1, batch.played)
+                raise RunFailed(f"{error}\nall of them, with tracebacks: {path}") from None
+            raise
         self.exhausted = batch.exhausted
         if batch.groups:
             # A cancelled update would leave weights that belong to no step.

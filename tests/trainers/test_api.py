@@ -57,6 +57,15 @@ def test_a_run_does_not_go_on_as_another_one(
         train(tmp_path / "run", steps=2, **changed)
 
 
+def test_other_tasks_than_before_are_gone_on_with_and_told(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"eval__before": False, "eval__after": False}
+    for steps, tasks in ((1, 20), (2, 20), (3, 21)):
+        train(tmp_path / "run", steps=steps, env_kwargs={"num_tasks": tasks}, **few)
+        assert ("the number of tasks was [20] and is [21]" in capsys.readouterr().out) == (tasks == 21)
+
+
 def test_settings_that_do_not_fit_the_checkpoint_leave_those_that_do(train: Train, tmp_path: Path) -> None:
     train(tmp_path / "run", steps=1, eval__before=False, eval__after=False)
     settings = (tmp_path / "run" / "config.toml").read_bytes()

@@ -150,6 +150,7 @@ def test_a_run_whose_rollouts_all_fail_stops_with_counts_by_reason_and_exports_n
         train(tmp_path / "run", steps=2, env_kwargs={"trouble": trouble}, eval__before=False,
               rollout={"reset_timeout": 1, "step_timeout": 1, "max_failure_rate": 1.0})
     assert words in str(caught.value)
+    assert all(t.failure.traceback for t in read_jsonl(tmp_path / "run" / "rollouts" / "step-000001.jsonl"))
     assert time.monotonic() < started + 30
     assert not (tmp_path / "run" / "model").exists()
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is None

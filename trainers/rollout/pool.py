@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,7 +68,12 @@ class TaskStream:
         if not self._num_tasks or (self._epochs is not None and position >= self._epochs * self._num_tasks):
             raise IndexError(position)
         epoch, offset = divmod(position, self._num_tasks)
-        return int(np.random.default_rng([self._seed, epoch]).permutation(self._num_tasks)[offset])
+        return int(_order(self._seed, epoch, self._num_tasks)[offset])
+
+
+@lru_cache(maxsize=16)
+def _order(seed: int, epoch: int, tasks: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(tasks)
 
 
 @dataclass(frozen=True)
