@@ -269,7 +269,8 @@ def _registered(name: str) -> EnvSpec | None:
         namespace, base, version = parse_env_id(name)
     except gym.error.Error:
         return None
-    same = [spec for spec in gym.registry.values() if (spec.namespace, spec.name) == (namespace, base)]
+    # A tuple, as another thread may be registering.
+    same = [spec for spec in tuple(gym.registry.values()) if (spec.namespace, spec.name) == (namespace, base)]
     return max(same, key=lambda spec: spec.version or 0) if same and version is None else None
 
 
@@ -291,7 +292,7 @@ def _unknown(env_id: str, name: str) -> str:
 
 def _foreign_specs() -> list[EnvSpec]:
     """All but the envs that Gymnasium registers for itself."""
-    return [spec for spec in gym.registry.values() if _package(spec) != "gymnasium"]
+    return [spec for spec in tuple(gym.registry.values()) if _package(spec) != "gymnasium"]
 
 
 def _package(spec: EnvSpec) -> str:

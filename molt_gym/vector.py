@@ -1,5 +1,8 @@
 """ChatVectorEnv: several envs of one id, each in a thread of its own, stepped at the same time.
 
+Envs that want processes of their own (`own_process`) share one thread instead, where they play one after the other;
+`vectorization_mode="async"` gives each a process.
+
 `gym.make_vec("CodeExec-v0", num_envs=4)` gives one. The vector entry point of an id is "molt_gym.vector:" + id, because
 Gymnasium does not tell a vector constructor which env it is for. `vectorization_mode="sync"` works as well; "async"
 needs `vector_kwargs={"shared_memory": False}`, since text has no place in a fixed array.
@@ -23,7 +26,7 @@ from gymnasium.vector.utils import batch_space
 
 from .errors import EnvFailure
 from .messages import Conversation, Message
-from .registry import make
+from .registry import creators, find_spec, make
 from .spaces import AssistantMessageSpace
 from .threads import Worker
 
@@ -80,7 +83,9 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
         self.num_envs = num_envs
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.deadline = deadline
-        self._workers = [Worker(f"{env_id}[{i}]") for i in range(num_envs)]
+        alone = not getattr(creators(find_spec(env_id))[1], "own_process", False)
+        workers = [Worker(f"{env_id}[{i}]") for i in range(num_envs if alone else 1)]
+        self._workers = workers if alone else workers * num_envs
         made, failures = self._run({i: partial(make, env_id, **kwargs) for i in range(num_envs)})
         self.envs = list(made.values())
         if failures:
@@ -203,8 +208,9 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
         until = time.monotonic() + self.deadline
         failures: dict[int, BaseException] = {}
         futures = {}
+        busy = {worker for worker in self._workers if worker.busy}
         for i, call in calls.items():
-            if self._workers[i].busy:
+            if self._workers[i] in busy:
                 failures[i] = EnvFailure("timeout", "an earlier call that was given up has not returned yet")
             else:
                 futures[i] = self._workers[i].submit(call)

@@ -6,6 +6,7 @@ named with what to install.
 
 import importlib
 import importlib.util
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -50,20 +51,25 @@ SUITES = {suite.namespace: suite for suite in [
     Suite("nemo_gym", "", "", "molt_gym.adapters.nemo_gym", "Tasks of a NeMo Gym resources server, by its URL"),
 ]}
 _problems: dict[str, str] = {}
+_loading = threading.RLock()
 
 
 def load(namespace: str | None) -> str | None:
     """Registers the ids of a suite where there are none yet; what keeps it from that, or None."""
     suite = SUITES.get(namespace or "")
-    if suite is None or not suite.installed or any(spec.namespace == namespace for spec in gym.registry.values()):
+    if suite is None or not suite.installed:
         return None
-    if suite.namespace not in _problems:
-        try:
-            importlib.import_module(suite.module).register_ids()
-        except Exception as error:  # noqa: BLE001  one broken suite must not hurt the others
-            _problems[suite.namespace] = problem = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the envs of {suite.package or namespace} are left out: {problem}", stacklevel=3)
-    return _problems.get(suite.namespace)
+    # Half of a suite is none to a thread that comes in between.
+    with _loading:
+        if any(spec.namespace == namespace for spec in tuple(gym.registry.values())):
+            return None
+        if suite.namespace not in _problems:
+            try:
+                importlib.import_module(suite.module).register_ids()
+            except Exception as error:  # noqa: BLE001  one broken suite must not hurt the others
+                _problems[suite.namespace] = problem = f"{type(error).__name__}: {error}"
+                warnings.warn(f"the envs of {suite.package or namespace} are left out: {problem}", stacklevel=3)
+        return _problems.get(suite.namespace)
 
 
 def hint(namespace: str | None) -> str:

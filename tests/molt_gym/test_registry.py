@@ -3,6 +3,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import pytest
@@ -11,6 +12,7 @@ from gymnasium.envs.registration import EnvSpec
 
 import molt_gym
 from molt_gym import ConfigError
+from molt_gym.adapters import suites
 from molt_gym.registry import find_spec, load_plugins
 
 
@@ -167,6 +169,25 @@ def test_an_env_that_is_registered_as_a_chat_env_and_is_none_is_refused_with_adv
     del gym.registry["Mute-v0"]
     for advice in ("Mute-v0 is no chat env", "Discrete(2)", "molt_gym.ChatEnv", "molt_gym.Conversation()"):
         assert advice in str(caught.value)
+
+
+def test_a_suite_is_registered_once_and_wholly_for_all_threads(write_module, monkeypatch):
+    module = write_module("slow_suite", """
+        import time
+        import gymnasium as gym
+
+        calls = []
+
+        def register_ids():
+            calls.append(1)
+            for name in "ab":
+                gym.register(f"slow/{name}-v0", "gymnasium.envs.classic_control:CartPoleEnv")
+                time.sleep(0.2)
+        """)
+    monkeypatch.setitem(suites.SUITES, "slow", suites.Suite("slow", "", "", module, ""))
+    with ThreadPoolExecutor(4) as threads:
+        specs = list(threads.map(find_spec, ["slow/b-v0"] * 4))
+    assert [spec.id for spec in specs] == ["slow/b-v0"] * 4 and len(importlib.import_module(module).calls) == 1
 
 
 class Talker(molt_gym.ChatEnv):

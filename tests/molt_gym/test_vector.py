@@ -173,6 +173,26 @@ def test_each_env_stays_in_its_own_thread(make_vec, says):
     assert seen == [["Echo-v0[0]", "Echo-v0[1]"]] * 2
 
 
+class Jealous(molt_gym.ChatEnv):
+    """Wants a process of its own."""
+
+    own_process = True
+
+    def begin(self, index):
+        return [{"role": "user", "content": "hi"}]
+
+    def answer(self, message):
+        return molt_gym.Turn(info={"thread": threading.get_ident()})
+
+
+def test_envs_that_want_processes_of_their_own_play_one_after_the_other(says):
+    molt_gym.register("Jealous-v0", Jealous)
+    env = gym.make_vec("Jealous-v0", num_envs=3)
+    env.reset(seed=0)
+    assert len(set(env.step(says("a", "b", "c"))[4]["thread"].tolist())) == 1
+    env.close()
+
+
 @pytest.mark.parametrize(
     "notes", [(1, 0.5), (0.5, 1), (True, 2), (1, None), (1, "text"), ("text", 1), (1, [2, 3]), (None, 2.5),
               (1, {}), ({}, 1), ({}, "text"), (1, 10**30), (10**30, 0.5)]
@@ -273,7 +293,7 @@ def test_wrong_arguments_are_refused_and_leave_no_thread_behind(echo):
     before = set(threading.enumerate())
     for kwargs, error in (
         ({"num_envs": 0}, ValueError),
-        ({"prefx": 1}, TypeError),
+        ({"prefx": 1}, molt_gym.ConfigError),
         ({"autoreset_mode": "x"}, ValueError),
     ):
         with pytest.raises(error):
