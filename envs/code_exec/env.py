@@ -13,11 +13,11 @@ __all__ = ["CodeExecEnv"]
 class CodeExecEnv(ChatEnv):
     """Write Python that passes hidden tests; programs really run, in a sandbox, and their output is fed back.
 
-    The last closed fenced Python block of a reply is the program. Reward 1 and the end of the episode once it passes;
-    until then 0 and, as a user message, its output, its error, or that there is no program. A program passes that ends
-    without an error and within its limits, and that prints what is expected (space at the ends of lines and of the
-    text does not count) or whose functions pass the checks. `info["outcome"]` is "passed", "wrong", "error", "timeout"
-    or "no_program".
+    The last closed fenced Python block of a reply, outside of what is thought, is the program. Reward 1 and the end of
+    the episode once it passes; until then 0 and, as a user message, its output, its error, or that there is no program.
+    A program passes that ends without an error and within its limits, and that prints what is expected (space at the
+    ends of lines and of the text does not count) or whose functions pass the checks. `info["outcome"]` is "passed",
+    "wrong", "error", "timeout" or "no_program".
 
     Args:
         split: "train" or "test"; no task is in both.

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from molt_gym.errors import ConfigError
 from molt_gym.messages import Message
 from molt_gym.sandbox import Limits, make_sandbox
 
@@ -61,6 +62,10 @@ class Exercises:
         memory_mb: int = 256,
         **source: Any,
     ) -> None:
+        if isinstance(shown_tests, bool) or not isinstance(shown_tests, int) or shown_tests < 0:
+            raise ConfigError(f"shown_tests: {shown_tests!r}; write an integer from 0 on")
+        if shown_tests and source.get("dataset") is None:
+            raise ConfigError("shown_tests: this is for a dataset; write dataset too")
         self._source: TaskSource = make_source(
             Generator, partial(task_in, shown=shown_tests), split, fields=FIELDS, optional=OPTIONAL, **source)
         self._system, self._reuse = system, reuse

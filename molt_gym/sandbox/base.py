@@ -5,7 +5,6 @@ nothing that it started is left running; trouble of the sandbox itself is an `En
 that a program does can look like it.
 """
 
-import math
 import os
 import signal
 import subprocess
@@ -58,8 +57,8 @@ class Limits:
         for item in fields(self):
             value = getattr(self, item.name)
             kind, name = (int | float, "number") if item.name == "seconds" else (int, "integer")
-            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ValueError(f"{item.name}: {value!r}; write a positive {name}")
+            if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 2**31:
+                raise ValueError(f"{item.name}: {value!r}; write a positive {name} below 2**31")
         if self.memory_mb < 64:
             raise ValueError(f"memory_mb: {self.memory_mb}; write at least 64, Python itself takes about 40")
 

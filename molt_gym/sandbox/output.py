@@ -12,6 +12,7 @@ from collections.abc import Mapping
 __all__ = ["Capture", "read_until"]
 
 _CHUNK = 1 << 16
+_LONGEST_WAIT = 3600.0
 
 
 class Capture:
@@ -77,7 +78,7 @@ def read_until(streams: Mapping[int, Capture], deadline: float, stop: int | None
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        for fd, _ in poll.poll(left * 1000 + 1):
+        for fd, _ in poll.poll(min(left, _LONGEST_WAIT) * 1000 + 1):
             if fd == stop:
                 return True
             data = os.read(fd, _CHUNK)

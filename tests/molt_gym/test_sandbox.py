@@ -232,6 +232,9 @@ class TestTime:
                 with pytest.raises(EnvFailure, match="sandbox: cancelled"):
                     call.result(timeout=30)
 
+    def test_a_limit_of_years_is_one(self, bubblewrap):
+        assert bubblewrap.run("print(1)", limits=Limits(seconds=2**31 - 1)).stdout == "1\n"
+
     def test_twelve_at_once_all_return_in_time(self, sandbox):
         begin = time.monotonic()
         with ThreadPoolExecutor(12) as pool:
