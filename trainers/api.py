@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tomllib
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def train_with(
 
 def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
     """That of the run, to which the default seed gives way."""
+    if "env" not in tomllib.loads(earlier.read_text(encoding="utf-8")):
+        raise ConfigError(f"out: {earlier.parent} holds a run of sft; choose another folder")
     kept = load_config(file=earlier)
     for name, value, known in (("env", env, kept.env), ("seed", seed or kept.seed, kept.seed)):
         if value != known:

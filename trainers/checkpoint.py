@@ -178,9 +178,11 @@ def _step(path: Path) -> int:
 def mark_best(folder: Path, scores: Mapping[int, Any]) -> Path | None:
     """Let the link `folder`/best lead to the checkpoint with the highest of the scores by step, and return it.
 
-    A score without a checkpoint does not count; of equal ones the newest does. Without any there is no link.
+    A score without a checkpoint does not count, nor does NaN; of equal ones the newest does. Without any there is no
+    link.
     """
-    link, there = folder / BEST, [step for step in scores if checkpoint_path(folder, step).is_dir()]
+    link = folder / BEST
+    there = [step for step, score in scores.items() if score == score and checkpoint_path(folder, step).is_dir()]
     if not there:
         link.unlink(missing_ok=True)
         return None

@@ -103,9 +103,9 @@ class Loop:
         self.kl = AdaptiveKl.of(self.config.algorithm.kl, state)
         restore_generators(state)
         self.step, self.exhausted = state["step"], False
-        if (before := state.get("tasks")) != (now := self.about.get("tasks")) and before is not None:
-            self.progress.message(f"the number of tasks was {before} and is {now}: they go on in another order, and "
-                                  "some come again before others have come at all")
+        for name, now in self.about.items():
+            if (before := state.get(name, now)) != now:
+                self.progress.message(f"the run goes on with other {name} than before: {now} in place of {before}")
         self.run_dir.cut_metrics(self.step if path else -1)
         if not path:
             self.progress.message(f"no whole checkpoint in {self.run_dir.checkpoints_path}; starting again")

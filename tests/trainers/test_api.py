@@ -12,6 +12,7 @@ import molt_gym
 from molt_gym import ConfigError, NotAChatEnv, UnknownEnv, cli
 from molt_gym.messages import Message
 from molt_gym.trainers.config import load_config
+from molt_gym.trainers.sft_config import SftConfig
 
 Train = Callable[..., Any]
 
@@ -57,13 +58,15 @@ def test_a_run_does_not_go_on_as_another_one(
         train(tmp_path / "run", steps=2, **changed)
 
 
-def test_other_tasks_than_before_are_gone_on_with_and_told(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_other_tasks_and_another_model_than_before_are_gone_on_with_and_told(
+    train: Train, tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"eval__before": False, "eval__after": False}
-    for steps, tasks in ((1, 20), (2, 20), (3, 21)):
-        train(tmp_path / "run", steps=steps, env_kwargs={"num_tasks": tasks}, **few)
-        assert ("the number of tasks was [20] and is [21]" in capsys.readouterr().out) == (tasks == 21)
+    moved, few = shutil.copytree(tiny_path, tmp_path / "moved"), {"eval__before": False, "eval__after": False}
+    for steps, tasks, model in ((1, 20, tiny_path), (2, 20, tiny_path), (3, 21, moved)):
+        train(tmp_path / "run", steps=steps, env_kwargs={"num_tasks": tasks}, model=model, **few)
+        said = capsys.readouterr().out
+        assert ("goes on with other tasks than before: [21] in place of [20]" in said) == (tasks == 21)
+        assert (f"goes on with other model than before: {moved} in place of {tiny_path}" in said) == (model == moved)
 
 
 def test_settings_that_do_not_fit_the_checkpoint_leave_those_that_do(train: Train, tmp_path: Path) -> None:
@@ -72,6 +75,12 @@ def test_settings_that_do_not_fit_the_checkpoint_leave_those_that_do(train: Trai
     with pytest.raises(ConfigError, match="another actor.lora"):
         train(tmp_path / "run", steps=2, actor__lora__rank=4)
     assert (tmp_path / "run" / "config.toml").read_bytes() == settings
+
+
+def test_the_folder_of_an_sft_run_is_refused(train: Train, tmp_path: Path) -> None:
+    SftConfig(data="chats.jsonl").to_toml(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match="out: .* holds a run of sft; choose another folder"):
+        train(tmp_path)
 
 
 def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_path: Path) -> None:

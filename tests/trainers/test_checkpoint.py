@@ -390,6 +390,7 @@ def test_the_best_stays_beside_the_newest_and_its_link_is_replaced_never_missing
 
 def test_without_a_score_of_a_checkpoint_there_is_no_best(actor: LocalActor, folder: Path) -> None:
     assert best_checkpoint(folder) is None
+    assert mark_best(folder, {2: float("nan"), 3: -1.0, 0: 2.0}) == folder / "step-000003"
     mark_best(folder, {2: 0.5})
     assert mark_best(folder, {0: 1.0}) is None and best_checkpoint(folder) is None
     mark_best(folder, {2: 0.5})

@@ -10,11 +10,13 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from molt_gym.errors import ConfigError, RunFailed
+from molt_gym.threads import call_in_thread
 from molt_gym.tokens import Trajectory
 
 from ..config import Config
@@ -186,7 +188,8 @@ class MixedPool(Pool):
 
     async def _reweigh(self, curriculum: Curriculum) -> None:
         try:
-            weights = await asyncio.to_thread(carried, curriculum, self._last_line())
+            call = partial(carried, curriculum, self._last_line())
+            weights = await asyncio.wrap_future(call_in_thread(call, "molt-gym-curriculum"))
             self._mixture.reweigh(self._cursor, {} if weights is None else weights)
         except Exception as error:  # noqa: BLE001  whatever a user's function raises
             raise RunFailed(f"curriculum: {type(error).__name__}: {error}") from error

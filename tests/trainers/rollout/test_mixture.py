@@ -1,5 +1,6 @@
 import asyncio
 import json
+import threading
 from collections import Counter
 from fractions import Fraction
 
@@ -140,6 +141,25 @@ async def test_a_curriculum_that_has_run_out_ends_the_run(pool_of):
     weights = iter(())
     with pytest.raises(RunFailed, match="curriculum: RuntimeError: StopIteration"):
         await next_batch(pool_of({"A": 1, "B": 1}, lambda line: next(weights)), 2)
+
+
+def test_a_curriculum_that_hangs_does_not_keep_the_run_from_ending(pool_of):
+    hung, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def curriculum(line):
+        hung.set()
+        release.wait(60)
+        ended.set()
+
+    async def interrupted():
+        batch = asyncio.create_task(pool_of({"A": 1, "B": 1}, curriculum).next_batch(2))
+        await asyncio.to_thread(hung.wait, 60)
+        batch.cancel()
+        await asyncio.wait([batch])
+
+    asyncio.run(interrupted())
+    assert hung.is_set() and not ended.is_set()
+    release.set()
 
 
 async def test_a_pool_goes_on_with_the_groups_that_it_would_have_played(pool_of):
