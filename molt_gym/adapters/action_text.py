@@ -17,6 +17,8 @@ MOST_NUMBERS = 16
 """Numbers of an action that a reply may have to hold."""
 _TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _LABEL = re.compile(r"^\W*(?:final\s+)?(?:action|answer|move)\W*:\s*", re.IGNORECASE)
+_AROUND = " \t`'\"*!()[]"
+_INTEGER = re.compile(r"[+-]?\d{1,18}")
 _WORD = re.compile(r"[+-]?\d+(?:\.\d+)?|\w(?:[\w'-]*\w)?")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
@@ -60,7 +62,8 @@ def said(text: str) -> str:
     """The part of a reply that names the action: within the last <action> tag, else its last line, without a label."""
     tagged = _TAGGED.findall(text)
     lines = [line.strip() for line in (tagged[-1] if tagged else text).strip().splitlines() if line.strip()]
-    return _LABEL.sub("", lines[-1]).strip(" \t`'\"*.!()[]") if lines else ""
+    # A point may begin a number, and ends a sentence.
+    return _LABEL.sub("", lines[-1]).strip(_AROUND).rstrip(f".{_AROUND}") if lines else ""
 
 
 def parse_action(text: str, space: Space, names: Sequence[str] = ()) -> Any:
@@ -74,7 +77,7 @@ def parse_action(text: str, space: Space, names: Sequence[str] = ()) -> Any:
     Raises:
         IllegalReply: it is none of the space.
     """
-    words = said(text)
+    words = said(text).replace("\N{MINUS SIGN}", "-")
     if isinstance(space, Discrete):
         return _discrete(words, space, names)
     numbers = [float(number) for number in _NUMBER.findall(words)]
@@ -94,7 +97,7 @@ def parse_action(text: str, space: Space, names: Sequence[str] = ()) -> Any:
 
 def _discrete(words: str, space: Discrete, names: Sequence[str]) -> int:
     plain = _plain(words)
-    if re.fullmatch(r"[+-]?\d+", plain) and int(plain) in space:
+    if _INTEGER.fullmatch(plain) and int(plain) in space:
         return int(plain)
     known = [_plain(name) for name in names]
     found = [i for i, name in enumerate(known) if name == plain] or _named(plain, known)
@@ -102,7 +105,7 @@ def _discrete(words: str, space: Discrete, names: Sequence[str]) -> int:
         return int(space.start) + found[0]
     # "2 (Move right)" or "2: right"
     number, _, rest = plain.partition(" ")
-    if not found and re.fullmatch(r"[+-]?\d+", number) and int(number) in space and names:
+    if not found and _INTEGER.fullmatch(number) and int(number) in space and names:
         named = known[int(number) - int(space.start)]
         if set(rest.split()) <= set(named.split()):
             return int(number)

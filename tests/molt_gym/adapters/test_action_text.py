@@ -21,7 +21,7 @@ def test_an_action_may_be_written_as_its_number_or_its_name(reply):
 
 @pytest.mark.parametrize("reply", [
     "", "   \n", "4", "-1", "2.5", "left or right", "move", "1 2", "2 (Move left)", "right\nthat is my move", "nothing",
-    "<action></action>", "not right"])
+    "<action></action>", "not right", "9" * 5000])
 def test_a_reply_that_does_not_name_one_action_is_illegal(reply):
     with pytest.raises(IllegalReply, match=r"0 \(Move left\), 1 \(Move down\), 2 \(Move right\), 3 \(Move up\)"):
         parse_action(reply, Discrete(4), LAKE)
@@ -54,6 +54,12 @@ def test_several_numbers_are_written_side_by_side():
 def test_what_is_wrong_with_numbers_is_said(reply, space, words):
     with pytest.raises(IllegalReply, match=words):
         parse_action(reply, space)
+
+
+def test_points_and_minus_signs_are_those_of_numbers():
+    space = Box(-9, 9, (2,), np.float64)
+    assert parse_action("Action: .5 \N{MINUS SIGN}2.", space).tolist() == [0.5, -2]
+    assert parse_action("**\N{MINUS SIGN}1.**", Discrete(3, start=-1)) == -1
 
 
 def test_a_bound_may_be_written_as_its_decimal():
