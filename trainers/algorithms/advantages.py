@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from molt_gym.errors import ConfigError
+
 from .registry import ESTIMATORS, register_estimator
 
 __all__ = ["EstimatorOptions", "TokenBatch", "TokenEstimate", "discounted_sums", "estimate_advantages",
@@ -70,8 +72,8 @@ def estimate_advantages(name: str, rewards: Tensor, groups: Tensor, tokens: Tens
         [R] float64.
 
     Raises:
-        ValueError: a reward is not finite, the shapes differ, the estimator is unknown or works on tokens, or what it
-            returned is not a finite number for each rollout.
+        ValueError: a reward is not finite, the shapes differ, or the estimator is unknown or works on tokens.
+        ConfigError: what it returned is not a finite number for each rollout.
     """
     if not rewards.shape == groups.shape == tokens.shape or rewards.dim() != 1:
         raise ValueError(f"rewards, groups and tokens have shapes {tuple(rewards.shape)}, {tuple(groups.shape)} and "
@@ -96,8 +98,8 @@ def estimate_token_advantages(
         options: discount, λ and KL coefficient.
 
     Raises:
-        ValueError: a number is not finite, shapes differ, what the estimator needs is not there, or what it returned
-            is not a finite number for each token.
+        ValueError: a number is not finite, shapes differ, or what the estimator needs is not there.
+        ConfigError: what it returned is not a finite number for each token.
     """
     traits = ESTIMATORS.traits(name)
     if not traits.per_token:
@@ -132,10 +134,10 @@ def _checked(name: str, found: Tensor, like: Tensor) -> Tensor:
     """What an estimator gave, which may be a user's: a finite number for each rollout or token of `like`."""
     if not isinstance(found, Tensor) or found.shape != like.shape:
         what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"algorithm.estimator: {name!r} returned {what}; return a tensor {list(like.shape)}")
+        raise ConfigError(f"algorithm.estimator: {name!r} returned {what}; return a tensor {list(like.shape)}")
     if not found.isfinite().all():
-        raise ValueError(f"algorithm.estimator: {name!r} returned numbers that are not finite; return finite ones, and "
-                         "mind groups of one and of equal rewards")
+        raise ConfigError(f"algorithm.estimator: {name!r} returned numbers that are not finite; return finite ones, "
+                          "also for groups of one and of equal rewards")
     return found.double()
 
 

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from molt_gym.errors import ConfigError
+
 from .metrics import Metrics, mean_of
 from .registry import LOSSES, register_loss
 
@@ -139,12 +141,13 @@ def policy_loss(
         policy/nan_logprobs (share of tokens whose ratio was NaN and taken as 1).
 
     Raises:
-        ValueError: the loss is unknown, or what it returned is not a loss and a mark for each token.
+        ValueError: the loss is unknown.
+        ConfigError: what it returned is not a loss and a mark for each token.
     """
     found = LOSSES.function(name)(logp, old_logp, advantages, rows, options)
     if not isinstance(found, tuple) or [getattr(part, "shape", None) for part in found] != [logp.shape] * 2:
-        raise ValueError(f"algorithm.loss: {name!r} must return two tensors {list(logp.shape)}: the loss of each token "
-                         "and whether it was clipped")
+        raise ConfigError(f"algorithm.loss: {name!r} must return two tensors {list(logp.shape)}, the loss of a token "
+                          "and whether it was clipped, for each")
     token_loss, clipped = found
     if coefficients is not None:
         token_loss = token_loss * coefficients

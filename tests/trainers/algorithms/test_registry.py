@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from molt_gym.errors import ConfigError
 from molt_gym.trainers.algorithms.advantages import EstimatorOptions, TokenBatch, estimate_token_advantages
 from molt_gym.trainers.algorithms.losses import policy_loss
 from molt_gym.trainers.algorithms.registry import (
@@ -74,7 +75,7 @@ def test_what_only_an_estimator_of_tokens_can_use_is_not_declared_of_one_of_roll
 def test_what_a_users_estimator_returns_is_one_finite_number_each(own_file, per_token, function, message):
     register_estimator("own", EstimatorTraits(per_token=per_token))(function)
     batch = TokenBatch(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]), torch.tensor([0, 0, 1, 2]))
-    with pytest.raises(ValueError, match=f"algorithm.estimator: 'own' .*{message}"):
+    with pytest.raises(ConfigError, match=f"algorithm.estimator: 'own' .*{message}"):
         estimate_token_advantages("own", batch)
 
 
@@ -84,7 +85,7 @@ def test_what_a_users_estimator_returns_is_one_finite_number_each(own_file, per_
 def test_what_a_users_loss_returns_is_a_loss_and_a_mark_for_each_token(own_file, of):
     register_loss("own")(lambda logp, old_logp, advantages, rows, options: of(-advantages * logp))
     one, rows = torch.ones(2), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"algorithm.loss: 'own' must return two tensors \[2\]"):
+    with pytest.raises(ConfigError, match=r"algorithm.loss: 'own' must return two tensors \[2\]"):
         policy_loss("own", one, one, one, one, rows)
 
 
