@@ -41,10 +41,11 @@ class AgentEnv(TaskEnv):
         **agent_kwargs: arguments of the agent.
     """
 
+    _episode: "_Episode | None" = None
+
     def __init__(
         self, agent: AgentLike, *, render_mode: str | None = None, run_timeout: float | None = None, **agent_kwargs: Any
     ) -> None:
-        self._episode: _Episode | None = None
         super().__init__(render_mode=render_mode)
         if run_timeout is not None and not 0 < run_timeout <= 1e9:
             raise ValueError(f"run_timeout: {run_timeout!r}; write a positive number of seconds")

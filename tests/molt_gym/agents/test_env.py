@@ -1,4 +1,6 @@
 import asyncio
+import copy
+import gc
 import json
 import multiprocessing
 import pickle
@@ -354,6 +356,16 @@ def test_close_and_reset_end_the_agent_that_was_running(make_env):
     env.close()
     assert ended == [0, 1, 2]
     env.close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_copy_that_cannot_be_is_let_go_of_quietly():
+    env = gym.make("ToolUse-v0")
+    env.reset(seed=0)
+    with pytest.raises(TypeError):
+        copy.deepcopy(env)
+    env.close()
+    gc.collect()
 
 
 def test_an_env_that_is_dropped_ends_its_agent():
