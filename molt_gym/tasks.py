@@ -38,8 +38,8 @@ class TaskRow:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The whole row, by column."""
-        return dict(self._values)
+        """A copy of the whole row, by column."""
+        return copy.deepcopy(dict(self._values))
 
     def get(self, field: str) -> Any:
         """A copy of the value as it stands in the dataset; None if this row has none."""

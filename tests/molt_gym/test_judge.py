@@ -17,6 +17,7 @@ from molt_gym import ChatEnv, EnvFailure, Judge, Turn, text_of
 from molt_gym.errors import ConfigError
 from molt_gym.judge import Calls, Judgement
 from molt_gym.judge_calls import metered, rehearsal
+from molt_gym.threads import call_in_thread
 
 _spec = importlib.util.spec_from_file_location("judges", Path(__file__).with_name("judges.py"))
 judges = importlib.util.module_from_spec(_spec)
@@ -249,6 +250,16 @@ def test_what_a_policy_raises_is_the_judges_failure():
 
     with pytest.raises(EnvFailure, match="judge .*lost: KeyError: 'keys'"):
         Judge(lost, "r").score("x", "y")
+
+
+def test_a_judge_that_would_wait_for_itself_says_so():
+    inner = Judge(lambda seen: verdict(5), "Is it kind?")
+
+    async def asks_another(seen):
+        return json.dumps({"score": inner.score("p", "r").score})
+
+    failure = call_in_thread(lambda: Judge(asks_another, "Is it kind?").score("p", "r")).exception(timeout=60)
+    assert isinstance(failure, EnvFailure) and "await score_async" in failure.detail
 
 
 def test_a_judge_may_have_a_form_of_its_own():

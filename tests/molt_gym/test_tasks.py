@@ -127,6 +127,7 @@ def test_numbers_in_a_file_of_texts_are_numbers(write):
 def test_what_an_env_does_to_a_value_changes_no_later_task(write):
     path = write([{"messages": [{"role": "user"}]}])
     load_tasks(path, fields="messages")[0].get("messages").append("mine")
+    load_tasks(path, fields="messages")[0].values["messages"].append("mine")
     assert load_tasks(path, fields="messages")[0].get("messages") == [{"role": "user"}]
 
 
