@@ -206,7 +206,7 @@ def _envs(options: argparse.Namespace, rest: list[str]) -> int:
               as_markdown(found) if options.markdown else as_text(found))
     for problem in found.problems:
         print(problem, file=sys.stderr)
-    return OK
+    return FAILED if options.suite and not found.envs else OK
 
 
 def _env_kwargs(env: str, overrides: dict[str, Any], where: str) -> dict[str, Any]:

@@ -299,9 +299,11 @@ class _Counter:
 
 
 def draw_curve(run_dir: RunDir, progress: Progress) -> None:
-    """Draw curve.png, or say why there is none."""
+    """Draw curve.png, or say why there is none, of a run that got as far as a step."""
     from .curve import draw
 
+    if not run_dir.last_step():
+        return
     try:
         draw(run_dir.path)
     except (ValueError, OSError) as error:

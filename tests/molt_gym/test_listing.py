@@ -25,6 +25,7 @@ def test_a_suite_is_one_line_with_how_to_see_more_or_how_to_get_it(monkeypatch):
     found = as_json(listing())["suites"]
     assert [suite["installed"] for suite in found] == [True, False]
     assert listing("moon").problems == ["moon is not installed: pip install 'molt-gym[moon]'"]
+    assert cli.main(["envs", "moon"]) == 1
 
 
 def test_what_an_env_cannot_be_made_without_is_said():

@@ -1,10 +1,12 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
+from molt_gym.trainers.api import draw_curve
 from molt_gym.trainers.curve import draw, main, smooth
 from molt_gym.trainers.run_dir import RunDir
 
@@ -68,3 +70,12 @@ def test_the_command_refuses_a_folder_without_metrics_in_one_line(tmp_path, caps
 def test_importing_the_module_does_not_load_matplotlib():
     code = "import sys, molt_gym.trainers.curve; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("rewards", "said"), [((), []), ((math.nan,), ["no curve.png: no finite reward or loss"])])
+def test_a_run_that_ended_before_its_first_step_says_nothing_of_a_curve(rewards, said, tmp_path):
+    make_run(tmp_path / "run", rewards=rewards)
+    messages = []
+    with RunDir(tmp_path / "run", resume=True) as run:
+        draw_curve(run, SimpleNamespace(message=messages.append))
+    assert len(messages) == len(said) and all(map(str.startswith, messages, said))
