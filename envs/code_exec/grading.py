@@ -77,7 +77,7 @@ def _check(sandbox: Sandbox, code: str, task: Task, limits: Limits) -> Verdict:
     if result.exit_code == RAISED:
         return Verdict("error", f"Error: {shortened(result.stdout, limits.output_chars)}")
     if result.exit_code == UNFIT:
-        raise EnvFailure("tests", result.stdout)
+        raise EnvFailure("tests", f"{result.stdout}, in the task {task.prompt!r:.100}")
     return Verdict("wrong", f"A hidden test failed. {_WRONG}")
 
 

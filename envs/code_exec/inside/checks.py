@@ -157,5 +157,6 @@ def main(checks, entry_point):
         if isinstance(error, ModuleNotFoundError) and error.name:
             status = UNFIT
     if status < RAISED and not remote.calls:
-        status, text = UNFIT, f"the tests call no function of the solution ({text or 'and pass'})"
+        status = UNFIT
+        text = f"the tests call no function of the solution ({text or 'and pass'}); entry_point may name a builtin's"
     leave(status, text)

@@ -5,13 +5,9 @@ import json
 import sys
 from collections import deque
 
-_CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
-_ITERABLE = {
-    "deque": deque,
-    "dict_keys": lambda items: dict.fromkeys(items).keys(),
-    "dict_values": lambda items: dict(enumerate(items)).values(),
-    "dict_items": lambda items: dict(items).items(),
-}
+_CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter, "deque": deque,
+               "dict_keys": lambda items: dict.fromkeys(items).keys(), "dict_items": lambda items: dict(items).items(),
+               "dict_values": lambda items: dict(enumerate(items)).values()}
 _MADE = {"range": "builtins", "Fraction": "fractions", "Decimal": "decimal", "date": "datetime", "time": "datetime",
          "datetime": "datetime", "timedelta": "datetime"}
 """Types of the standard library that are made of plain data, by the modules that have them."""
@@ -32,12 +28,10 @@ def encode(value):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
-    for name in ("tuple", "set", "frozenset"):
-        if isinstance(value, _CONTAINERS[name]):
-            return {name: [encode(item) for item in value]}
     kind = type(value).__name__
-    if kind in _ITERABLE:
-        return {kind: [encode(item) for item in value]}
+    name = next((name for name in ("tuple", "set", "frozenset") if isinstance(value, _CONTAINERS[name])), kind)
+    if name in _CONTAINERS:
+        return {name: [encode(item) for item in value]}
     if _MADE.get(kind) == type(value).__module__:
         return {kind: [encode(item) for item in value.__reduce__()[1]]}
     if hasattr(value, "__next__"):
@@ -46,7 +40,7 @@ def encode(value):
 
 
 def decode(data):
-    """The value of what `encode` gave, made of builtin types alone."""
+    """The value of what `encode` gave, made of types of the standard library alone."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):
@@ -61,7 +55,7 @@ def decode(data):
     items = (decode(item) for item in items)
     if name in _MADE:
         return getattr(importlib.import_module(_MADE[name]), name)(*items)
-    return (_CONTAINERS | _ITERABLE)[name](items)
+    return _CONTAINERS[name](items)
 
 
 class Channel:
