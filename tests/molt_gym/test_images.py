@@ -72,6 +72,16 @@ def test_what_is_transparent_is_on_white(mode: str):
     assert (seen.mode, seen.getpixel((0, 0)), seen.getpixel((1, 0))) == ("RGB", (255, 255, 255), (0, 0, 0))
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "P"])
+def test_a_colour_that_a_file_calls_transparent_is_white(mode: str):
+    picture = Image.new(mode, (2, 1))
+    clear = picture.getpixel((0, 0))
+    picture.putpixel((1, 0), (99, 99, 99) if mode == "RGB" else 99)
+    file = io.BytesIO()
+    picture.save(file, "PNG", transparency=clear)
+    assert open_image(url_of(image_part(file.getvalue()))).getpixel((0, 0)) == (255, 255, 255)
+
+
 @pytest.mark.parametrize("kind", ["array", "file"])
 def test_of_16_bits_the_upper_8_are_seen(kind: str):
     greys = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
