@@ -200,7 +200,7 @@ class Judge:
 
     def _waited(self, about: list[list[Question]]) -> list[list[Judgement]]:
         if asyncio._get_running_loop() is judge_loop():
-            raise RuntimeError("a judge that asks another one would wait for itself; await score_async or compare_async")
+            raise RuntimeError("a judge that asks another one would wait for itself; await its score_async")
         return asyncio.run_coroutine_threadsafe(self._judgements(about), judge_loop()).result()
 
     def _judgements(self, about: list[list[Question]]) -> Coroutine[Any, Any, list[list[Judgement]]]:

@@ -195,7 +195,7 @@ def list_envs(suite: str | None = None) -> list[EnvInfo]:
             summary = (maker.__doc__ or "").strip().partition("\n")[0]
             source = spec.namespace if spec.namespace in suites.SUITES else getattr(maker, "__module__", "")
             found.append(EnvInfo(spec.id, summary, str(source).partition(".")[0], _needs((creator, maker), spec)))
-    classics = {spec.name: spec for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
+    classics = {spec.name: spec for spec in sorted(tuple(gym.registry.values()), key=lambda spec: spec.version or 0)
                 if spec.namespace is None and str(spec.entry_point).startswith(_CLASSICS)}
     found += [EnvInfo(spec.id, "Gymnasium's own, played in words", "gymnasium") for spec in classics.values()]
     return sorted((info for info in found if suite in (None, info.source)), key=lambda info: info.id)
@@ -269,7 +269,6 @@ def _registered(name: str) -> EnvSpec | None:
         namespace, base, version = parse_env_id(name)
     except gym.error.Error:
         return None
-    # A tuple, as another thread may be registering.
     same = [spec for spec in tuple(gym.registry.values()) if (spec.namespace, spec.name) == (namespace, base)]
     return max(same, key=lambda spec: spec.version or 0) if same and version is None else None
 
@@ -291,7 +290,7 @@ def _unknown(env_id: str, name: str) -> str:
 
 
 def _foreign_specs() -> list[EnvSpec]:
-    """All but the envs that Gymnasium registers for itself."""
+    """All but the envs that Gymnasium registers for itself; of a copy, as another thread may be registering."""
     return [spec for spec in tuple(gym.registry.values()) if _package(spec) != "gymnasium"]
 
 

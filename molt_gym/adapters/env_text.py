@@ -1,6 +1,7 @@
 """What a Gymnasium env says of itself: in its docstring, its spaces and its terminal rendering."""
 
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -61,12 +62,13 @@ def observation_names(env: gym.Env) -> list[str]:
         space, Box) else []
 
 
-def describe(observation: Any, space: Space, names: list[str] | None = None) -> str:
+def describe(observation: Any, space: Space | None, names: list[str] | None = None) -> str:
     """An observation in words; names: of the numbers of a Box."""
     if isinstance(space, Dict):
         return "\n".join(f"{key}: {describe(observation[key], part)}" for key, part in space.items())
-    if isinstance(space, Tuple):
-        return "(" + ", ".join(describe(*pair) for pair in zip(observation, space.spaces, strict=True)) + ")"
+    if isinstance(observation, tuple):
+        spaces = space.spaces if isinstance(space, Tuple) else itertools.repeat(getattr(space, "feature_space", None))
+        return "(" + ", ".join(describe(*pair) for pair in zip(observation, spaces, strict=False)) + ")"
     if isinstance(observation, np.ndarray):
         if observation.ndim == 1 and names:
             return "\n".join(f"{name}: {value:.4g}" for name, value in zip(names, observation, strict=True))

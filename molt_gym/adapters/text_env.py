@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from ..env import ChatEnv, Turn
 from ..errors import ConfigError, NotAChatEnv
 from ..messages import Conversation, Message, text_of
+from ..task_env import finite
 from .action_text import IllegalReply, is_small, parse_action, words_for
 from .env_text import action_names, describe, observation_names, plain_ansi, purpose
 
@@ -96,9 +98,11 @@ class TextEnv(ChatEnv):
             return Turn([] if over else [{"role": "user", "content": words}], terminated=over, info={"illegal": True})
         self._illegal = 0
         observation, reward, terminated, self._truncated, info = self.env.step(action)
+        one = isinstance(reward, np.ndarray) and reward.size == 1
+        reward = finite(reward.item() if one else reward, f"{self._name}: the reward of the env within")
         over = bool(terminated or self._truncated)
-        return Turn([] if over else [{"role": "user", "content": self._seen(observation, info, reward)}], float(reward),
-                    over, {"illegal": False})
+        return Turn([] if over else [{"role": "user", "content": self._seen(observation, info, reward)}], reward, over,
+                    {"illegal": False})
 
     def step(self, action: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
         """As of `ChatEnv`; truncated where the env within cut its episode itself."""

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, Sequence, Tuple
 from gymnasium.utils.env_checker import check_env
 
 import molt_gym
-from molt_gym.adapters.env_text import plain_ansi
+from molt_gym.adapters.env_text import describe, plain_ansi
 from molt_gym.vector import ChatVectorEnv
 
 CLASSICS = ["FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1", "CartPole-v1", "MountainCar-v0",
@@ -145,6 +145,26 @@ def test_an_episode_that_an_env_cuts_is_truncated():
     env.reset(seed=0)
     assert env.step(say("1"))[1:4] == (1.0, False, False)
     assert env.step(say("2"))[1:4] == (2.0, False, True)
+
+
+@pytest.mark.parametrize(("given", "reward"), [(np.array([0.5]), 0.5), (np.float32(0.5), 0.5), (None, None),
+                                               ("0.5", None), (float("nan"), None), (np.ones(2), None)])
+@pytest.mark.filterwarnings("ignore:.*The reward")
+def test_a_reward_is_one_number_or_a_failure(monkeypatch, given, reward):
+    monkeypatch.setattr(Dial, "step", lambda self, action: (1, given, False, False, {}))
+    env = molt_gym.make("Dial-v0")
+    env.reset(seed=0)
+    if reward is not None:
+        assert env.step(say("1"))[1] == reward
+        return
+    with pytest.raises(molt_gym.EnvFailure, match="Dial-v0: the reward of the env within is") as caught:
+        env.step(say("1"))
+    assert caught.value.reason == "reward"
+
+
+def test_parts_of_an_observation_are_told_as_numbers():
+    assert describe((np.int64(2), np.float32(0.5)), Sequence(Discrete(3))) == "(2, 0.5)"
+    assert describe((np.int64(1), {"a": np.int64(2)}), Tuple([Discrete(2), Dict(a=Discrete(3))])) == "(1, a: 2)"
 
 
 def test_it_reads_the_same_of_an_env_that_is_registered_by_its_class():
