@@ -16,8 +16,8 @@ class CodeExecEnv(ChatEnv):
     The last closed fenced Python block of a reply, outside of what is thought, is the program. Reward 1 and the end of
     the episode once it passes; until then 0 and, as a user message, its output, its error, or that there is no program.
     A program passes that ends without an error and within its limits, and that prints what is expected (space at the
-    ends of lines and of the text does not count) or whose functions pass the checks. `info["outcome"]` is "passed",
-    "wrong", "error", "timeout" or "no_program".
+    ends of lines and of the text does not count, nor a millionth where a number with a decimal point is expected) or
+    whose functions pass the checks. `info["outcome"]` is "passed", "wrong", "error", "timeout" or "no_program".
 
     Args:
         split: "train" or "test"; no task is in both.

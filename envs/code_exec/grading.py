@@ -4,8 +4,10 @@ Invariants: expected outputs stay in this process; checks run in a sandbox of th
 can reach only by the values that its functions return. So a verdict cannot be forged, only earned.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isclose
 from typing import Literal
 
 from molt_gym.errors import EnvFailure
@@ -21,6 +23,7 @@ NO_PROGRAM = "No closed ```python code block."
 """What the policy is told about a reply without a program."""
 
 _MARKER = 50
+_NUMBER = re.compile(r"(-?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)", re.ASCII)
 _WRONG = "Wrong, try again."
 
 
@@ -56,12 +59,16 @@ def grade(sandbox: Sandbox, code: str, task: Task, limits: Limits, *, reuse: boo
 
 
 def judge_output(execution: Execution, expected: str, limits: Limits) -> Verdict:
-    """Compares stdout with what was expected, but for space at the ends of lines and of the text."""
+    """Compares stdout with what was expected.
+
+    Space at the ends of lines and of the text does not count, and where a number with a decimal point is expected, nor
+    does a millionth.
+    """
     if execution.timed_out:
         return _timeout(limits)
     if execution.exit_code != 0:
         return Verdict("error", f"Error: {shortened(reason_of(execution), limits.output_chars)}")
-    if _normal(execution.stdout) == _normal(expected):
+    if _alike(_normal(execution.stdout), _normal(expected)):
         return Verdict("passed")
     output = shortened(execution.stdout.rstrip(), limits.output_chars)
     return Verdict("wrong", f"Output: {output}\n{_WRONG}" if output else f"No output. {_WRONG}")
@@ -90,6 +97,16 @@ def reason_of(execution: Execution) -> str:
     lines = execution.stderr.strip().split("\n")
     code = execution.exit_code or 0
     return lines[-1].strip() or (f"killed by signal {code - 128}" if code > 128 else f"exit code {code}")
+
+
+def _alike(output: str, expected: str) -> bool:
+    if output == expected:
+        return True
+    ours, theirs = _NUMBER.split(output), _NUMBER.split(expected)
+    return len(ours) == len(theirs) and all(
+        part == right
+        or (place % 2 == 1 and "." in right and isclose(float(part), float(right), rel_tol=1e-6, abs_tol=1e-6))
+        for place, (part, right) in enumerate(zip(ours, theirs, strict=True)))
 
 
 def _normal(text: str) -> str:

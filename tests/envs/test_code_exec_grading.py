@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from molt_gym.envs.code_exec.grading import grade
+from molt_gym.envs.code_exec.grading import grade, judge_output
 from molt_gym.envs.code_exec.tasks import OutputTest, Task
 from molt_gym.errors import EnvFailure
-from molt_gym.sandbox import Limits, make_sandbox
+from molt_gym.sandbox import Execution, Limits, make_sandbox
 
 LIMITS = Limits(seconds=5)
 SQUARE = Task("square", checks=("assert f(3) == 9", "assert f(-2) == 4"))
@@ -279,6 +279,20 @@ class TestOutputs:
     )
     def test_only_the_right_output_passes(self, sandbox, code):
         assert grade(sandbox, code, Task("", outputs=(OutputTest("", "42424242\n"),)), LIMITS).outcome != "passed"
+
+
+    @pytest.mark.parametrize(
+        ("printed", "expected", "passes"),
+        [
+            ("0.30000000000000004", "0.3", True), ("1", "1.0", True), ("3.1415927", "3.141592654", True),
+            ("x = 2.50, y", "x = 2.5, y", True), ("1e3 -0.0", "1000.0 0.0", True), ("2.0000004 7", "2.0 7", True),
+            ("3.14", "3.141592654", False), ("2.1", "2.0", False), ("1.0", "1", False), ("1000001", "1000000", False),
+            ("0.3 0.3", "0.3", False), ("a0.3", "b0.3", False), ("1 .5", "1.5", False), ("nan", "0.5", False),
+        ],
+    )  # fmt: skip
+    def test_a_millionth_of_a_decimal_number_does_not_count(self, printed, expected, passes):
+        execution = Execution(printed + "\n", "", 0, False, 0.1)
+        assert (judge_output(execution, expected, LIMITS).outcome == "passed") is passes
 
 
 class TestErrorsAreTold:
