@@ -80,8 +80,9 @@ def parts_of(reward: Any) -> dict[str, float]:
 
 def add_parts(before: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
     """The info of a turn, with the sums of what is summed over it and the turns `before` it."""
-    sums = {name: value for name, value in before.items() if name.startswith(SUMMED)}
-    return {**sums, **{name: value + sums[name] if name in sums else value for name, value in info.items()}}
+    sums = {name: value for name, value in before.items() if name.startswith(SUMMED) and isinstance(value, int | float)}
+    return {**sums, **{name: value + sums[name] if name in sums and isinstance(value, int | float) else value
+                       for name, value in info.items()}}
 
 
 def _value(name: str, part: Part) -> float:

@@ -23,6 +23,7 @@ from molt_gym.judge import Judge
 from molt_gym.judge_calls import metered
 from molt_gym.judge_source import is_local
 from molt_gym.messages import Conversation, Message, validate_conversation
+from molt_gym.multi_agent import GameEnv
 from molt_gym.task_env import TaskEnv, finite
 
 from .ticket import Ticket
@@ -35,13 +36,21 @@ _ASK_EVERY = 1.0
 _PLAIN = (OrderEnforcing, PassiveEnvChecker, TimeLimit)
 
 
+class GameInfo(dict[str, Any]):
+    """The info of a game, whose keys of seats mean what `GameEnv` says; another env may have such keys of its own."""
+
+
+def _told(env: gym.Env, info: dict[str, Any]) -> dict[str, Any]:
+    return GameInfo(plain(info)) if isinstance(env.unwrapped, GameEnv) else plain(info)
+
+
 def reset(env: gym.Env, ticket: Ticket) -> tuple[Conversation, dict[str, Any]] | None:
     """The first observation and its info; None if the env is an agent that plays by itself."""
     if plays_itself(env):
         return None
     observation, info = env.reset(**choose_task(env, ticket.index, ticket.env_seed))
     validate_conversation(observation, "observation")
-    return observation, plain(info)
+    return observation, _told(env, info)
 
 
 def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
@@ -50,11 +59,11 @@ def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool,
         observation, reward, terminated, truncated, info = env.step(reply)
     info = {**info, **counted}
     validate_conversation(observation, "observation")
-    seats = {}
-    if "seat" in info:
+    told = _told(env, info)
+    if isinstance(told, GameInfo):
         rewards = {seat: finite(value, f"the reward of {seat}") for seat, value in info["rewards"].items()}
-        seats = {"rewards": rewards, "results": dict(info.get("results", {}))}
-    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), plain(info) | seats
+        told |= {"rewards": rewards, "results": dict(info.get("results", {}))}
+    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), told
 
 
 def leave(env: gym.Env) -> None:

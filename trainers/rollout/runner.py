@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 
 from molt_gym.agents import Result
-from molt_gym.errors import EnvFailure, PromptTooLong
+from molt_gym.errors import ConfigError, EnvFailure, PromptTooLong, RunFailed
 from molt_gym.messages import Conversation, Message
 from molt_gym.rewards import add_parts
 from molt_gym.server.session import Session
@@ -134,6 +134,10 @@ class Runner:
         except TimeoutError as error:
             message = f"no end within {self.limits.episode_timeout:g} s (rollout.episode_timeout)"
             trajectory.failure = _failure("episode_timeout", message, error)
+        except (ConfigError, RunFailed):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever goes wrong in one rollout is not the end of all
+            trajectory.failure = _failure("error", f"{type(error).__name__}: {error}", error)
         finally:
             self._phases.pop(id(trajectory), None)
             self._envs.give_back(worker)

@@ -14,6 +14,7 @@ from molt_gym.opponents import POLICY
 from molt_gym.task_env import finite
 from molt_gym.tokens import Trajectory
 
+from .env_calls import GameInfo
 from .seats import Seat
 from .ticket import Ticket
 
@@ -55,16 +56,18 @@ class Table:
         Raises:
             EnvFailure: reason "opponent": the game is to be played by somebody who is not here.
         """
-        self._turn = info.get("seat", "")
+        self._turn, player = (info["seat"], info["player"]) if isinstance(info, GameInfo) else ("", POLICY)
         if self._turn not in self._places:
-            self._places[self._turn] = self._sit(info.get("player", POLICY))
+            self._places[self._turn] = self._sit(player)
         return self._places[self._turn].seat
 
     def earn(self, reward: float, info: dict[str, Any]) -> None:
         """Take down what a step gave to the seat that replied, and in a game to all."""
-        for seat, value in info.pop("rewards", {self._turn: reward}).items():
+        rewards = {self._turn: reward}
+        if isinstance(info, GameInfo):
+            rewards, self._results = info.pop("rewards"), info.pop("results")
+        for seat, value in rewards.items():
             self._totals[seat] += value
-        self._results = info.pop("results", {})
         self._places[self._turn].info = info
 
     def finish(self, rollout: Trajectory) -> None:

@@ -14,6 +14,7 @@ from molt_gym.tokens import Generation, Sampling, Trajectory
 from molt_gym.trainers.rollout.gate import OpenGate
 from molt_gym.trainers.rollout.runner import Limits, Runner
 from molt_gym.trainers.rollout.seats import PolicySeat, TokenSeat
+from molt_gym.trainers.rollout.table import Table
 from molt_gym.trainers.rollout.ticket import Ticket
 
 USER = {"role": "user", "content": "hi"}
@@ -240,6 +241,27 @@ async def test_infos_are_kept_where_json_can_hold_them(scripted):
     assert trajectory.info == {"float": 0.5, "int": 3, "bool": True, "text": "x", "5": 1, "surrogate": "\ud800",
                                "task_index": 3}
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
+
+
+@pytest.mark.parametrize("own", [
+    {"seat": 5}, {"seat": "12A", "player": "me"}, {"rewards": 2, "results": "good"}, {"seat": "n", "rewards": "many"}])
+async def test_keys_of_games_mean_nothing_in_the_info_of_another_env(scripted, own):
+    trajectory = await play(scripted(lambda env, message: Turn([USER], 1.0, len(env.messages) > 2, info=dict(own))))
+    assert trajectory.failure is None and trajectory.reward == 2.0 and trajectory.seat == ""
+    assert trajectory.info.items() >= own.items()
+
+
+async def test_parts_that_are_no_numbers_in_every_turn_are_not_added_up(scripted):
+    parts = iter([1.0, "none", 2.0, 3.0])
+    trajectory = await play(scripted(lambda env, message: Turn(
+        [USER], 1.0, len(env.messages) > 6, info={"reward/style": next(parts)})))
+    assert trajectory.failure is None and trajectory.info["reward/style"] == 5.0
+
+
+async def test_what_goes_wrong_anywhere_in_a_rollout_fails_that_alone(scripted, monkeypatch):
+    monkeypatch.setattr(Table, "earn", raises(AssertionError("a bug")))
+    trajectory = await play(scripted())
+    assert (trajectory.failure.reason, trajectory.failure.message) == ("error", "AssertionError: a bug")
 
 
 @pytest.mark.parametrize(("policy", "message"), [
