@@ -259,7 +259,7 @@ def test_a_judge_that_would_wait_for_itself_says_so():
         return json.dumps({"score": inner.score("p", "r").score})
 
     failure = call_in_thread(lambda: Judge(asks_another, "Is it kind?").score("p", "r")).exception(timeout=60)
-    assert isinstance(failure, EnvFailure) and "await score_async" in failure.detail
+    assert isinstance(failure, EnvFailure) and "await its score_async" in failure.detail
 
 
 def test_a_judge_may_have_a_form_of_its_own():
