@@ -116,9 +116,9 @@ class Extension:
         return None if tail is None else self._encode_tail(tail, shield, sampled_ids, limit)
 
     def _encode_tail(self, tail: str, shield: Shield, sampled_ids: Sequence[int], limit: float) -> list[int]:
-        ids = self._markers.encode(tail, shield, after=sampled_ids, limit=limit)
-        ended = bool(sampled_ids) and sampled_ids[-1] in self._stop_token_ids and ids[:1] == [sampled_ids[-1]]
-        return ids[1:] if ended else ids
+        marker, end = self._markers.leading(tail) or (None, 0)
+        ended = bool(sampled_ids) and sampled_ids[-1] in self._stop_token_ids and marker == sampled_ids[-1]
+        return self._markers.encode(tail[end:] if ended else tail, shield, after=sampled_ids, limit=limit)
 
     def _appends(
         self,

@@ -86,6 +86,12 @@ class Markers:
             position, place = end, "token"
         return ids
 
+    def leading(self, text: str) -> tuple[int, int] | None:
+        """The added token that rendered text begins with, white space aside, and where it ends."""
+        head = len(text) - len(text.lstrip()) + self._splitter.longest if self._splitter.literal else None
+        marker, start, end = next(iter(self._splitter.find(text[:head])), (0, 0, 0))
+        return (marker, end) if end and not text[:start].strip() else None
+
     def until(self, text: str, ids: Container[int]) -> str:
         """Rendered text up to and with the first added token that is one of `ids`; "" if none is."""
         return text[: next((end for i, _, end in self._splitter.find(text) if i in ids), 0)]

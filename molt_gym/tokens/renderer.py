@@ -248,11 +248,12 @@ class Renderer:
                 text = self._template.write(talk, (), header=bool(new))
             except ChatTemplateError:
                 continue
-            first = self._markers.encode(text.rpartition(sentinel)[2], shield, after=())[:1]
-            if not new and first and first[0] in configured:
+            end, _ = self._markers.leading(text.rpartition(sentinel)[2]) or (None, 0)
+            if not new and end in configured:
                 # What such a template writes between turns may also stand in one, as between reasoning and answer.
                 return
-            yield from (i for i in first if i in self._markers.ids.values())
+            if end in self._markers.ids.values():
+                yield end
 
 
 def _configured_stops(tokenizer: "PreTrainedTokenizerFast") -> Iterator[int]:

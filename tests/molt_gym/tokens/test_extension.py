@@ -60,6 +60,14 @@ def test_a_reply_ended_by_another_stop_token_keeps_it(tokenizer_of, tmp_path, pr
     assert extended(renderer, [266, 258]) == [END, NEWLINE, *prompt_ids]
 
 
+def test_a_stop_token_is_not_doubled_where_the_template_puts_a_space_before_it(tokenizer_of, templates):
+    renderer = Renderer(tokenizer_of(templates["chatml"].replace("<|im_end|>", " <|im_end|>")))
+    assert renderer.stop_token_ids == (END,)
+    prompt = renderer.render([OK])
+    assert extended(renderer, [266, END]) == extended(renderer, [266, 32, END]) == [NEWLINE, *prompt]
+    assert extended(renderer, [266]) == [32, END, NEWLINE, *prompt]
+
+
 def test_a_marker_that_may_stand_within_a_reply_ends_none(tokenizer_of, templates):
     between = "('<|im_end|>' if loop.last and not add_generation_prompt else '<|bos|>')"
     renderer = Renderer(tokenizer_of(templates["chatml"].replace("'<|im_end|>\n'", between)))
