@@ -125,13 +125,13 @@ def sparse(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling:
     if heads & (heads - 1):
         # The kernels take heads of a group together only where their number is a power of two.
         key, value = (tensor.repeat_interleave(heads // groups, 1) for tensor in (key, value))
-    width = query.shape[-1]
-    if width < _NARROWEST:
-        query, key, value = (F.pad(tensor, (0, _NARROWEST - width)) for tensor in (query, key, value))
+    width, kept = query.shape[-1], value.shape[-1]
+    if min(width, kept) < _NARROWEST:
+        query, key, value = (F.pad(part, (0, max(0, _NARROWEST - part.shape[-1]))) for part in (query, key, value))
     run = flex_attention if torch.compiler.is_compiling() else fused(flex_attention, query.device)
     out = run(query, key, value, block_mask=visible.blocks, scale=scaling or width**-0.5,
               enable_gqa=heads != key.shape[1])
-    return out[..., :width]
+    return out[..., :kept]
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -63,11 +63,13 @@ def test_blocks_are_those_that_torch_makes_of_the_mask(seed: int) -> None:
         assert torch.equal(blocks.full_kv_indices[0, 0, row, :count], expected.full_kv_indices[0, 0, row, :count])
 
 
-@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 16), (6, 2, 16), (4, 4, 8)])
-def test_flex_attention_computes_what_torch_does(heads: int, groups: int, width: int) -> None:
+@pytest.mark.parametrize(("heads", "groups", "width", "of_values"), [
+    (4, 2, 16, 16), (6, 2, 16, 16), (4, 4, 8, 8), (4, 4, 16, 32), (4, 4, 8, 16), (4, 4, 24, 8)])
+def test_flex_attention_computes_what_torch_does(heads: int, groups: int, width: int, of_values: int) -> None:
     torch.manual_seed(0)
     visible = Visible(forest(7, 3 * BLOCK))
-    query, key, value = (torch.randn(1, number, 3 * BLOCK, width) for number in (heads, groups, groups))
+    query, key = (torch.randn(1, number, 3 * BLOCK, width) for number in (heads, groups))
+    value = torch.randn(1, groups, 3 * BLOCK, of_values)
     expected, _ = attend(torch.nn.Identity(), query, key, value, visible=visible, scaling=0.3)
     torch.testing.assert_close(sparse(query, key, value, visible, 0.3).transpose(1, 2), expected, rtol=0, atol=1e-5)
 
