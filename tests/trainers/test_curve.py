@@ -16,7 +16,7 @@ BLUE, ORANGE = (37, 99, 235), (234, 88, 12)
 def make_run(path, seed=0, rewards=(0.1, math.nan, 0.5)):
     with RunDir(path) as run:
         run.write_config(f'env = "CodeExec-v0"\nmodel = "tiny"\nseed = {seed}\n')
-        run.append_metrics({"step": 0, "eval/CodeExec-v0/pass_at_1": 0.25})
+        run.append_metrics({"step": 0, "eval/when": "before", "eval/CodeExec-v0/pass_at_1": 0.25})
         for step, reward in enumerate(rewards, start=1):
             run.append_metrics({"step": step, "reward/mean": reward, "time/step": 2.0})
     return path
