@@ -6,8 +6,8 @@
 A model of random weights trains one version behind, so that every update of the engine's weights finds requests in
 flight. `--minutes` after the first three steps, which compile, fill the pool and grow caches and are left out, it is
 asked to stop as by Ctrl-C. Of each measure a line: its mean in each third of the run, and its slope, in per cent of
-the mean for a tenth of the run, with the slope's standard error. Memory is that of this process and all its
-descendants, and of the GPU; both are looked at once a second.
+the mean for a tenth of the run, with the slope's standard error. Memory is what this process and all its
+descendants have to themselves, and of the GPU; both are looked at once a second.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def look() -> dict[str, float]:
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         with suppress(psutil.Error):
-            found["memory"] += process.memory_full_info().pss / 2**30
+            found["memory"] += process.memory_full_info().uss / 2**30
             found["files"] += process.num_fds()
             found["threads"] += process.num_threads()
             found["processes"] += 1
