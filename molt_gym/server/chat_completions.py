@@ -28,8 +28,8 @@ from .replies import openai_error, openai_logprob, pieces
 _FREE = "the run decides how is sampled, leave it out"
 _OLD = "write tools and tool_choice"
 _NEUTRAL: dict[str, Any] = {
-    "modalities": ["text"], "audio": None, "web_search_options": None,
-    "moderation": None, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0,
+    "modalities": ["text"], "audio": None, "web_search_options": None, "moderation": None, "frequency_penalty": 0,
+    "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0,
     # of vLLM
     "repetition_penalty": 1, "min_p": 0, "min_tokens": 0, "ignore_eos": False, "structured_outputs": None,
     "chat_template": None, "chat_template_kwargs": {}, "continue_final_message": False, "add_generation_prompt": True,
