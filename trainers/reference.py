@@ -5,7 +5,7 @@ Invariant: its tokens are those of the policy, by content; another tokenizer is 
 
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 
@@ -15,7 +15,7 @@ from .config import Config
 from .models import resolve_model
 from .progress import Progress
 from .rollout.mixture import split
-from .same_tokenizer import difference
+from .same_tokenizer import difference, load_tokenizer
 
 
 def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None:
@@ -39,7 +39,7 @@ def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None
                            config.rollout.max_context + (config.algorithm.teacher_engine == "vllm"))
     except ConfigError as error:
         raise ConfigError(_about(option, str(error))) from None
-    if differs := difference(*map(AutoTokenizer.from_pretrained, (policy, path))):
+    if differs := difference(*map(load_tokenizer, (policy, path))):
         raise ConfigError(f"{option}: {name} has another tokenizer than the policy ({differs}), so it cannot score its "
                           "tokens; name a model with the same one")
     sizes = [model.get_text_config().vocab_size for model in (AutoConfig.from_pretrained(policy), theirs)]

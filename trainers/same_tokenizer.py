@@ -6,9 +6,10 @@ sampled, in the context that the student's template made.
 
 import json
 from itertools import zip_longest
+from os import PathLike
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 PROBES = (
     "Hello world, it's 1234567.89 o'clock!\r\n\r\n\tdef f(x):\n        return x  # done   ", "a  b   c\n\n\nd ", " le",
@@ -16,6 +17,15 @@ PROBES = (
     "caf\u00e9 cafe\u0301 \ufb01 \u212b \u00bd \u2460 \uff21 \u0130 \u00df", "日本語 한국어 العربية हिन्दी ไทย 🙂👩‍👩‍👧",
 )
 """Texts at which normalizers and pre-tokenizers part ways."""
+
+
+def load_tokenizer(path: str | PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder.
+
+    It is that of its tokenizer.json also where the folder has a tekken.json too, which transformers prefers when vLLM's
+    mistral-common is installed, and which has neither a chat template nor parts that can be looked at.
+    """
+    return AutoTokenizer.from_pretrained(path, mistral_format=False)
 
 
 def difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:

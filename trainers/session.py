@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 from molt_gym.policy import Policy
@@ -41,6 +41,7 @@ from .rollout.ticket import Ticket
 from .rollout.transformers_engine import TransformersEngine
 from .rollout.vllm_engine import VllmEngine
 from .rollout.vllm_spec import Lora, check_engine_args
+from .same_tokenizer import load_tokenizer
 from .sft_config import SftConfig
 
 S = TypeVar("S", Config, SftConfig)
@@ -156,7 +157,7 @@ def with_dtypes(config: Config, gpu: bool) -> Config:
 def load_renderer(path: Path, config: Config) -> Renderer:
     """The renderer of a model folder."""
     rollout = config.rollout
-    renderer = Renderer(AutoTokenizer.from_pretrained(path), template_kwargs=dict(rollout.template_kwargs),
+    renderer = Renderer(load_tokenizer(path), template_kwargs=dict(rollout.template_kwargs),
                         tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser,
                         vision=Vision.of(path, max_pixels=config.actor.max_pixels))
     renderer.warm_up()

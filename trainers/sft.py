@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 from molt_gym.tokens import Renderer
@@ -31,6 +31,7 @@ from .interrupts import run
 from .models import ResolvedModel, resolve_model
 from .progress import Progress, make_progress
 from .run_dir import RunDir, default_path, holds_run
+from .same_tokenizer import load_tokenizer
 from .session import merge, pick_dtype, seed_everything, with_adapters
 from .sft_config import SftConfig
 from .sft_data import Data, Example, load_examples
@@ -93,7 +94,7 @@ def _examples(
     limit = config.max_context or positions
     if limit > positions:
         raise ConfigError(f"max_context: {limit} is more than the model's {positions} positions; write at most that")
-    renderer = Renderer(AutoTokenizer.from_pretrained(model.path), template_kwargs=dict(config.template_kwargs),
+    renderer = Renderer(load_tokenizer(model.path), template_kwargs=dict(config.template_kwargs),
                         vision=Vision.of(model.path, max_pixels=config.actor.max_pixels))
     left_out: Counter[str] = Counter()
     training, held_out = load_examples(data, config, renderer, limit, left_out), []

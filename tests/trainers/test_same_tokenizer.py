@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, MistralConfig, PreTrainedTokenizerBase
 
-from molt_gym.trainers.same_tokenizer import difference
+from molt_gym.trainers.same_tokenizer import difference, load_tokenizer
 
 Changed = Callable[..., PreTrainedTokenizerBase]
 
@@ -67,3 +67,13 @@ def test_templates_roles_and_names_may_differ(tiny_path: Path, changed: Changed)
         dict(reversed(list(content["model"]["vocab"].items())))))
     other.chat_template, other.eos_token, other.padding_side = "{{ messages }}", "<|endoftext|>", "left"
     assert difference(AutoTokenizer.from_pretrained(tiny_path), other) is None
+
+
+def test_a_folder_with_the_files_of_mistral_common_too_gives_the_tokenizer_of_its_tokenizer_json(tiny_path, tmp_path):
+    pytest.importorskip("mistral_common")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.save_pretrained(tmp_path)
+    MistralConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.is_fast and loaded.chat_template and difference(tokenizer, loaded) is None
