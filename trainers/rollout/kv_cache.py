@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig
 
+from molt_gym.errors import ConfigError
+
 from ..architecture import check_attention
 
 ATTENTION = "molt_gym_slots"
@@ -22,6 +24,9 @@ class SlotCache:
     Args:
         config: of the model.
         slots, capacity: how many sequences of how many positions.
+
+    Raises:
+        ConfigError: the model keeps something else than keys and values.
     """
 
     is_compileable = False
@@ -29,6 +34,9 @@ class SlotCache:
     def __init__(
         self, config: PreTrainedConfig, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        if getattr(config, "kv_lora_rank", None):
+            raise ConfigError(f"model: {config.model_type} keeps compressed keys and values, for which the engine "
+                              "transformers has no cache; write rollout.engine = 'vllm'")
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, 2, slots, heads, capacity + 1, width)

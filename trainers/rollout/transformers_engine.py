@@ -47,7 +47,7 @@ class TransformersEngine:
         max_sequences: most sequences in the batch.
 
     Raises:
-        ConfigError: the model has another kind of layers, or a shorter context.
+        ConfigError: the model has another kind of layers or cache, or a shorter context.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TransformersEngine:
         config = AutoConfig.from_pretrained(path)
         check_architecture(config, max_context)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._cache = SlotCache(config.get_text_config(), max_sequences, max_context, dtype, self._device)
         model = model_class(config).from_pretrained(path, dtype=dtype,
                                                     attn_implementation=attention_of(config, ATTENTION))
         self._model = model.to(self._device).eval()
         self._renderer, self._vision = renderer, renderer.vision
-        self._cache = SlotCache(config.get_text_config(), max_sequences, max_context, dtype, self._device)
         self._prefixes = PrefixCache(PREFIX_TOKENS)
         self._max_sequences = max_sequences
         self.max_context, self.version, self.busy_seconds = max_context, 0, 0.0

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 
 from molt_gym.errors import ConfigError, PromptTooLong
 from molt_gym.tokens import Sampling
@@ -208,6 +208,12 @@ async def test_ids_that_the_model_does_not_have_fail_their_request_alone(engine,
         await within(10, bad)
     await within(10, good)
     await play(engine, [[5]])
+
+
+async def test_a_model_with_a_cache_of_another_kind_is_refused(tmp_path):
+    DeepseekV3Config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model: deepseek_v3 keeps compressed keys .* write rollout.engine = 'vllm'"):
+        TransformersEngine(tmp_path, None, dtype=torch.float32, max_context=64, max_sequences=1)
 
 
 async def test_a_context_longer_than_the_models_is_refused(make_engine):
