@@ -116,9 +116,9 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            names = list(reader.fieldnames or ())
-            if len(set(names)) < len(names):
-                raise ConfigError(f"dataset: {path}: a name stands twice in the header: {', '.join(names)}")
+            names = reader.fieldnames or ()
+            if twice := sorted({name for name in names if name and names.count(name) > 1}):
+                raise ConfigError(f"dataset: {path}: the header has {', '.join(twice)} more than once")
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
                     raise ConfigError(f"dataset: {path}, row {number}: not {len(names)} values, as "

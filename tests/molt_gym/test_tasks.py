@@ -124,6 +124,11 @@ def test_numbers_in_a_file_of_texts_are_numbers(write):
     assert answers(load_tasks(path, fields=["answer"], difficulty=10)) == [3]
 
 
+def test_columns_without_a_name_are_left_alone(write):
+    path = write("question,answer,,\nIs it 1?,1,,\n", "rows.csv")
+    assert answers(load_tasks(path, fields=FIELDS)) == [1]
+
+
 def test_what_an_env_does_to_a_value_changes_no_later_task(write):
     path = write([{"messages": [{"role": "user"}]}])
     load_tasks(path, fields="messages")[0].get("messages").append("mine")
@@ -194,7 +199,7 @@ def test_a_dataset_that_cannot_serve_is_refused(write, content, options, message
     ("rows.json", "[{}, 3]", "row 1: 3 is no object"),
     ("rows.json", "[{}", "rows.json: "),
     ("rows.csv", "question,answer\na\n", "row 0: not 2 values"),
-    ("rows.csv", "question,answer,question\na,b,c\n", "twice in the header: question, answer, question"),
+    ("rows.csv", "question,answer,question\na,b,c\n", "the header has question more than once"),
     ("rows.jsonl.gz", b"\x1f\x8b", "a file of a kind that is not read; write one that ends in .jsonl, "),
     ("rows.csv", "question,answer\na,b\na,b,c\n", "row 1: not 2 values"),
     ("rows.csv", 'question,answer\n"a,b\n', "rows.csv: unexpected end of data"),
