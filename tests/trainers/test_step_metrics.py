@@ -85,8 +85,9 @@ def test_the_mean_reward_is_over_rollouts_however_many_rows_each_has():
     assert (metrics["reward/mean"], metrics["pass/at_1"], metrics["rollout/count"]) == (0.5, 0.5, 4)
 
 
-@pytest.mark.parametrize(("reward", "passed"), [(1.0, True), (1.5, True), (0.99, False), (0.0, False), (None, False)])
-def test_a_reward_of_one_passes(reward, passed):
+@pytest.mark.parametrize(("reward", "passed"), [
+    (1.0, True), (1.5, True), (0.7 + 0.1 + 0.1 + 0.1, True), (0.999999, False), (0.0, False), (None, False)])
+def test_a_reward_of_one_passes_also_as_a_sum_that_is_rounded(reward, passed):
     assert passes(Trajectory("Test-v0", 0, reward=reward)) is passed
 
 
