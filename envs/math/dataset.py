@@ -41,7 +41,7 @@ def gold_answer(value: Any) -> str | None:
         return None
     _, marked, answer = value.rpartition("####")
     if not marked:
-        boxed, cut_off = find_boxed(value)
-        answer = "" if cut_off and boxed is None else boxed or value
+        blank = "\\boxed" in value or "\\fbox" in value
+        answer = find_boxed(value)[0] or ("" if blank else value)
     answer = answer.strip()
     return answer if answer and "\n" not in answer and len(answer) <= _LONGEST else None

@@ -71,7 +71,7 @@ class Bubblewrap(Sandbox):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         first = [int(pid) for pid in children.read_text().split()] if children.exists() else []
         for kill, pid in [(os.killpg, process.pid), *((os.kill, pid) for pid in first)]:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
 
     def _exit_code(self, returncode: int) -> int:

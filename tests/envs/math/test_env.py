@@ -107,7 +107,8 @@ def test_a_bad_row_is_refused_by_index_and_column(tmp_path, row, message):
 
 @pytest.mark.parametrize(
     ("value", "answer"),
-    [(18, "18"), (2.5, "2.5"), ("a #### b #### c ", "c"), (1e-5, "0.00001"), (float("inf"), None)],
+    [(18, "18"), (2.5, "2.5"), ("a #### b #### c ", "c"), (1e-5, "0.00001"), (float("inf"), None),
+     (r"so \boxed{}", None), (r"so \boxed{1", None), ("", None)],
 )
 def test_the_answer_of_a_row(value, answer):
     assert gold_answer(value) == answer
