@@ -4,12 +4,15 @@ Invariants: shaping never pays for a reply that was cut; the filter judges a gro
 """
 
 from collections.abc import Sequence
-from statistics import mean
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 __all__ = ["clip_rewards", "overlong_penalty", "scale_truncated", "trains"]
+
+ROUNDING = 1e-9
+"""Scores that differ by less are equal."""
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float = 1.0) -> Tensor:
@@ -40,5 +43,8 @@ def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
 
 
 def trains(scores: Sequence[float], low: float, high: float) -> bool:
-    """Whether a group of rollouts with these scores teaches anything: low < mean < high (DAPO's dynamic sampling)."""
-    return len(scores) > 0 and low < mean(scores) < high
+    """Whether a group of rollouts with these scores teaches anything: low < mean < high (DAPO's dynamic sampling).
+
+    Up to rounding: scores that are sums of parts may miss a bound by a little.
+    """
+    return len(scores) > 0 and low + ROUNDING < fmean(scores) < high - ROUNDING

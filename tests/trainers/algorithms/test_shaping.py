@@ -43,3 +43,4 @@ def test_the_filter_keeps_a_group_whole():
 
 def test_the_filter_knows_equal_scores_for_what_they_are_in_spite_of_rounding():
     assert not trains([0.1] * 3, 0.1, 1) and not trains([0.7] * 7, 0, 0.7)
+    assert not trains([0.7 + 0.1 + 0.1 + 0.1] * 4, 0, 1) and trains([1.0] * 999 + [0.999], 0, 1)
