@@ -33,7 +33,7 @@ class FamilyGenerator(Generic[T]):
     """Tasks of some families in turn. A subclass names the families that there are.
 
     Args:
-        families: names in `known`; None: those of `default`.
+        families: names in `known`, or one; None: those of `default`.
         difficulty: from 1 on.
         split: "train" or "test".
 
@@ -46,7 +46,8 @@ class FamilyGenerator(Generic[T]):
     num_tasks: None = None
 
     def __init__(self, families: Sequence[str] | None = None, difficulty: int = 1, split: str = "train") -> None:
-        self.families = tuple(self.default if families is None else families)
+        chosen = self.default if families is None else families
+        self.families = (chosen,) if isinstance(chosen, str) else tuple(chosen)
         unknown = [family for family in self.families if family not in self.known]
         if unknown or not self.families:
             raise ConfigError(f"families: {unknown or 'none'}; choose from {', '.join(self.known)}")

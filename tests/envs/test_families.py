@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from molt_gym import ConfigError
 from molt_gym.envs.code_exec.generator import FAMILIES as CODE_FAMILIES
 from molt_gym.envs.code_exec.generator import Generator as CodeGenerator
 from molt_gym.envs.tool_use.tasks import FAMILIES as TOOL_FAMILIES
@@ -52,3 +53,9 @@ def test_streams_of_prompts_stay_what_they_are(generator, families, split, diffi
     tasks = generator(families and list(families), difficulty, split)
     prompts = "\n".join(tasks.task(index).prompt for index in [*range(200), 10**12])
     assert hashlib.sha256(prompts.encode()).hexdigest()[:16] == digest
+
+
+def test_a_single_family_may_be_named_by_itself():
+    assert CodeGenerator("add").task(3) == CodeGenerator(["add"]).task(3)
+    with pytest.raises(ConfigError, match=r"families: \['adds'\]; choose from"):
+        CodeGenerator("adds")
