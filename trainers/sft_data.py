@@ -18,6 +18,7 @@ from molt_gym.messages import text_of
 from molt_gym.tokens import Renderer, Row, Trajectory
 from molt_gym.tokens.image_files import put_back
 
+from .algorithms.shaping import ROUNDING
 from .sft_chats import chat_rows
 from .sft_config import DatasetConfig, RolloutsConfig, SftConfig
 
@@ -111,7 +112,7 @@ def _best(
             left_out["failed"] += 1
         elif trajectory.reward is None and (options.min_reward, options.best_of_group) != (None, None):
             left_out["no reward"] += 1
-        elif options.min_reward is not None and trajectory.reward < options.min_reward:
+        elif options.min_reward is not None and trajectory.reward < options.min_reward - ROUNDING:
             left_out["reward too low"] += 1
         else:
             source = where.rpartition(":")[0]

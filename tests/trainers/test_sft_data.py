@@ -195,6 +195,8 @@ def test_rejection_sampling_keeps_what_is_good_enough_and_the_best_of_each_group
 
 
 def test_a_threshold_for_data_without_rollouts_is_refused(load: Load) -> None:
+    almost = played([1, 2, 3], 0.7 + 0.1 + 0.1 + 0.1)
+    assert almost.reward < 1 and len(load([almost], rollouts__min_reward=1.0)) == 1
     with pytest.raises(ConfigError, match="rollouts.min_reward: the data hold no rollouts"):
         load([row()], rollouts__min_reward=1.0)
 
