@@ -181,6 +181,14 @@ if __name__ == "__main__":
         assert (wrong.outcome, wrong.feedback) == ("wrong", "A hidden test failed. Wrong, try again.")
 
 
+    def test_the_entry_point_may_be_a_method(self, sandbox):
+        code = "class Solution:\n    def twice(self, x): return 2 * x"
+        check = "def check(candidate): assert candidate(x=2) == 4"
+        assert verdict(sandbox, code, check, entry_point="Solution().twice").outcome == "passed"
+        assert verdict(sandbox, code.replace("2 *", "3 *"), check, entry_point="Solution().twice").outcome == "wrong"
+        missing = verdict(sandbox, "x = 1", check, entry_point="Solution().twice")
+        assert missing.feedback == "Error: NameError: name 'Solution' is not defined"
+
     def test_the_entry_point_may_have_the_name_of_a_builtin(self, sandbox):
         code, tests = "def sum(a, b): return a + b", "assert sum(10, 15) == 25"
         assert verdict(sandbox, code, tests, entry_point="sum").outcome == "passed"

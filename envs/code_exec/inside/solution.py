@@ -14,10 +14,9 @@ def describe(error):
 def reply_to(namespace, name, arguments, keywords):
     """Calls a function and gives its result, or its error, in the form that `checks.py` expects."""
     try:
-        if name not in namespace:
-            raise NameError(f"name {name!r} is not defined")
         arguments = decode(arguments)
-        result = encode(namespace[name](*arguments, **decode(keywords)))
+        # Of the tests, such as "f", or "Solution().f" for a method.
+        result = encode(eval(name, namespace)(*arguments, **decode(keywords)))
         return ["value", result, encode(arguments)]
     except BaseException as error:
         return ["error", *describe(error)]
