@@ -119,6 +119,8 @@ class GameEnv(TaskEnv):
             EnvFailure: reason "opponent": an opponent ended the game before that.
         """
         self._choose(seed, options)
+        if not self.seats or len(set(self.seats)) < len(self.seats):
+            raise ConfigError(f"{self._name}.seats: {self.seats!r}; write a name for each, in the order of play")
         self.rng = np.random.default_rng([self._index])
         self.begin(self._index)
         draws = np.random.default_rng([self._index, 1])
@@ -197,14 +199,21 @@ class GameEnv(TaskEnv):
     def _advance(self) -> None:
         """Shows the next seat its view; plays for it, and goes on, if the env itself has it."""
         while not self._ended:
-            self._seat = self.turn()
+            seat = self.turn()
+            self._seat = self._returned("turn", seat, seat in self.seats, f"one of {self.seats}, or None at the end")
             conversation = self._conversations[self._seat]
             if not conversation or conversation[-1]["role"] in ("assistant", "system"):
                 shown = self.view(self._seat)
+                self._returned("view", shown, isinstance(shown, str | list | tuple), "a text, or messages")
                 conversation += [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
             if is_outside(self._players[self._seat]):
                 return
             self._take(self._seat, self._answer(self._seat))
+
+    def _returned(self, method: str, value: Any, legal: bool, write: str) -> Any:
+        if not legal:
+            raise TypeError(f"{self._name}.{method} returned {value!r:.200}; return {write}")
+        return value
 
     def _answer(self, seat: str) -> Message:
         name, function = self._opponents[self._opponent]
@@ -235,6 +244,7 @@ class GameEnv(TaskEnv):
             rewards = {seat: FORFEIT} if self._lost else {}
         else:
             self._in_a_row = 0
+        self._returned("move", rewards, isinstance(rewards, Mapping), "the rewards by seat, {} for none")
         for each, reward in rewards.items():
             if each not in self._totals:
                 raise EnvFailure("reward", f"{self._name}.move: a reward for {each!r}, which is none of {self.seats}")

@@ -175,6 +175,24 @@ def test_arguments_that_make_no_sense_are_refused_by_name(options: dict, words: 
         Auction(**options)
 
 
+@pytest.mark.parametrize(("method", "value", "write"), [
+    ("turn", "d", "one of \\('a', 'b', 'c'\\), or None"), ("view", None, "a text, or messages"),
+    ("move", None, "the rewards by seat, {} for none"), ("move", 1.0, "the rewards by seat")])
+def test_a_game_that_returns_something_else_is_told_what_to_return(monkeypatch, method, value, write) -> None:
+    monkeypatch.setattr(Auction, method, lambda self, *given: value)
+    env = Auction()
+    with pytest.raises(TypeError, match=f"Auction.{method} returned {value!r}; return {write}"):
+        env.reset(seed=0)
+        env.step(say("1"))
+
+
+@pytest.mark.parametrize("seats", [(), ("a", "a")])
+def test_seats_have_names_of_their_own(monkeypatch, seats) -> None:
+    monkeypatch.setattr(Auction, "seats", seats)
+    with pytest.raises(ConfigError, match="Auction.seats: .*; write a name for each"):
+        Auction().reset(seed=0)
+
+
 def test_a_reward_for_nobody_is_a_failure() -> None:
     class Odd(Auction):
         def move(self, seat, message):
