@@ -22,8 +22,8 @@ class Task:
         prompt: the text of the first user message.
         outputs: runs, all of which must give the right output.
         checks: Python statements, such as "assert f(2) == 4", run in order; none may raise.
-        entry_point: the function, such as "f" or "Solution().f", to be given to `check`, if the checks define a function
-            of this name; else what the checks call by its name, even if it is that of a builtin.
+        entry_point: the function, such as "f" or "Solution().f", to be given to `check`, if the checks define it; else
+            what the checks call by its name, even if it is that of a builtin.
     """
 
     prompt: str
