@@ -9,7 +9,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import mean
 from typing import Any
 
 from gymnasium.envs.registration import EnvSpec
@@ -178,4 +178,4 @@ def _score(line: Mapping[str, Any]) -> tuple[float, float]:
     envs = [name.removesuffix("reward_mean") for name in line if name.startswith("eval/") and
             name.endswith("/reward_mean")]
     rewards = [line[env + "reward_mean"] for env in envs]
-    return fmean(line.get(env + "pass_at_1", reward) for env, reward in zip(envs, rewards, strict=True)), fmean(rewards)
+    return mean(line.get(env + "pass_at_1", reward) for env, reward in zip(envs, rewards, strict=True)), mean(rewards)

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from statistics import fmean
+from statistics import mean
 
 from molt_gym.tokens import Trajectory
 
@@ -22,7 +22,7 @@ def game_metrics(ended: Sequence[Trajectory]) -> dict[str, float]:
         if trajectory.seat:
             seats[f"{trajectory.env}/{trajectory.seat}"].append(trajectory)
             opponents[f"{trajectory.env}/against/{trajectory.info.get('opponent')}"].append(trajectory)
-    metrics = {f"reward/{seat}": fmean(trajectory.reward for trajectory in own) for seat, own in sorted(seats.items())}
+    metrics = {f"reward/{seat}": mean(trajectory.reward for trajectory in own) for seat, own in sorted(seats.items())}
     for name, own in sorted({**seats, **opponents}.items()):
         metrics |= {f"game/{name}/{result}": rate for result, rate in result_rates(own).items()}
     return metrics

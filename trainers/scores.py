@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import comb, sqrt
-from statistics import fmean
+from statistics import fmean, mean
 from typing import Any, Self
 
 import numpy as np
@@ -57,7 +57,7 @@ class TaskScore:
     def row(self) -> dict[str, Any]:
         """For a table: what it holds, and the counts and means that are read first."""
         ended = len(self.rewards)
-        means = {"reward_mean": fmean(self.rewards), "length_mean": fmean(self.lengths)} if ended else {}
+        means = {"reward_mean": mean(self.rewards), "length_mean": fmean(self.lengths)} if ended else {}
         return {"position": self.position, "index": self.index, "attempts": ended + sum(self.failures.values()),
                 "passes": sum(self.passed), **means} | asdict(self)
 
@@ -87,7 +87,7 @@ class EvalResult:
     def mean_at(self) -> dict[int, float]:
         """mean@k for the attempts that were made: the mean over tasks of their mean reward."""
         means = per_task_means(self.tasks)
-        return {self.k: fmean(means)} if means else {}
+        return {self.k: mean(means)} if means else {}
 
     @cached_property
     def intervals(self) -> dict[str, tuple[float, float]]:
@@ -130,7 +130,7 @@ def summary(
     over = {size: (chances(tasks, size, pass_at_k), chances(tasks, size, pass_hat_k)) for size in {1, k, *sizes}}
     found = {size: (fmean(one), fmean(every)) for size, (one, every) in sorted(over.items()) if one}
     return EvalResult(
-        env, len(tasks), k, {size: one for size, (one, _) in found.items()}, fmean(rewards),
+        env, len(tasks), k, {size: one for size, (one, _) in found.items()}, mean(rewards),
         length_mean=fmean(length for task in tasks for length in task.lengths),
         truncated=fmean(cut for task in tasks for cut in task.truncated),
         failures=dict(failures), trajectories=list(trajectories), tasks=list(tasks),
@@ -169,7 +169,7 @@ def chances(tasks: Iterable[TaskScore], k: int, of: Any) -> list[float]:
 
 def per_task_means(tasks: Iterable[TaskScore]) -> list[float]:
     """The mean reward of each task of whose attempts one ended."""
-    return [fmean(task.rewards) for task in tasks if task.rewards]
+    return [mean(task.rewards) for task in tasks if task.rewards]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, mean, pstdev
 
 from molt_gym.rewards import SUMMED
 from molt_gym.tokens import Trajectory
@@ -52,7 +52,8 @@ def rollout_metrics(batch: Batch, trained: Sequence[Sequence[Trajectory]], versi
     rows = [stats for group in trained for t in group for row in t.rows if (stats := row.stats).sampled]
     sampled = sum(row.sampled for row in rows)
     return metrics | {
-        "reward/mean": fmean(rewards),
+        # The sum of finite rewards may be infinite, their mean is not.
+        "reward/mean": mean(rewards),
         "reward/std": pstdev(rewards),
         "pass/at_1": fmean(map(passes, ended)),
         "rollout/length_mean": sampled_tokens(ended) / len(ended),
@@ -73,7 +74,7 @@ def _by_env(batch: Batch, ended: Sequence[Trajectory]) -> dict[str, float]:
     for env in dict.fromkeys([*batch.weights, *(trajectory.env for trajectory in ended)]):
         own = [trajectory for trajectory in ended if trajectory.env == env]
         if own:
-            metrics[f"reward/{env}"] = fmean(trajectory.reward for trajectory in own)
+            metrics[f"reward/{env}"] = mean(trajectory.reward for trajectory in own)
         if batch.weights:
             metrics |= {f"pass/{env}": fmean(map(passes, own))} if own else {}
             metrics |= {f"rollout/count/{env}": sum(trajectory.env == env for trajectory in batch.played),
@@ -88,7 +89,7 @@ def _by_part(ended: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.info.items():
             if name.startswith(SUMMED) and isinstance(value, int | float):
                 values.setdefault(name, []).append(value)
-    return {name: (fmean if name.startswith("reward/") else sum)(found) for name, found in values.items()}
+    return {name: (mean if name.startswith("reward/") else sum)(found) for name, found in values.items()}
 
 
 def rates(metrics: dict[str, float], played: Sequence[Trajectory]) -> dict[str, float]:

@@ -97,7 +97,6 @@ def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_p
     ({"rollout__top_p": 0.9}, ConfigError, "top_p"),
     ({"env_kwargs": {"no_such": 1}}, Exception, "no_such"),
     ({"env_kwargs": {"num_tasks": -1}}, ConfigError, "num_tasks is -1; write"),
-    ({"env_kwargs": {"num_tasks": 2.5}}, ConfigError, "num_tasks is 2.5; write"),
     ({"seed": 2**64}, ConfigError, "seed"),
     ({"rollout__max_context": 4096}, ConfigError, "4096 .* 1024"),
     ({"algorithm__updates_per_batch": 3}, ConfigError, "divide"),

@@ -74,6 +74,11 @@ def test_the_best_checkpoint_can_be_marked_by_several_threads(tmp_path):
         assert not said and best_checkpoint(run_dir.checkpoints_path).name == "step-000002"
 
 
+def test_the_mean_of_rewards_whose_sum_is_too_large_is_none_the_less_theirs():
+    result = summarize("Test-v0", [attempts(-1.5e308, -1.5e308), attempts(-1.5e308, -1.5e308)], 2)
+    assert result.reward_mean == -1.5e308
+
+
 def test_a_failed_attempt_is_no_score_of_zero():
     result = summarize("Test-v0", [attempts(1, None), attempts(0, 0), attempts(None, None)], 2)
     assert result.pass_at == {1: 0.5, 2: 0.0}

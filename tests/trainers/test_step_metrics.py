@@ -28,6 +28,12 @@ def test_rollouts_are_averaged_over_those_that_ended():
         "staleness/mean": 2 / 9, "staleness/max": 1})
 
 
+def test_rewards_whose_sum_is_too_large_for_a_number_have_a_mean():
+    metrics = rollout_metrics(Batch(played=[rollout(-1.5e308, info={"reward/style": 1.5e308})] * 4), [], version=0)
+    assert metrics["reward/mean"] == metrics["reward/Test-v0"] == -1.5e308 and metrics["reward/std"] == 0
+    assert metrics["reward/style"] == 1.5e308
+
+
 def test_tool_calls_are_counted_over_those_that_ended():
     played = [Trajectory("Test-v0", 0, reward=1.0, turns=2, tools_offered=2, tool_calls=3),
               Trajectory("Test-v0", 1, reward=0.0, turns=1, tools_offered=1, malformed_calls=1)]

@@ -4,8 +4,8 @@ Invariant: importing this module loads neither torch nor a server, as every env'
 """
 
 import concurrent.futures
-import math
 import pickle
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def plain(info: dict[str, Any]) -> dict[str, Any]:
     """The finite numbers and the texts of `info`, which is all that transcripts take."""
     values = {str(key): value.item() if getattr(value, "ndim", None) == 0 else value for key, value in info.items()}
     return {key: value for key, value in values.items()
-            if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))}
+            if isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)}
 
 
 def run_agent(env: gym.Env, key: str, url: str, **options: Any) -> tuple[Result, bool]:

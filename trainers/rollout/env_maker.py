@@ -1,6 +1,7 @@
 """What makes the envs of a run, here or where it is sent."""
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,10 @@ from molt_gym.agents import AgentEnv
 from molt_gym.errors import ConfigError
 from molt_gym.judge_source import Address, desk
 from molt_gym.registry import creators, find_spec, make
+from molt_gym.threads import Worker
 
 from .env_calls import survey
-from .env_process import EnvProcess
+from .env_process import CLOSE_TIMEOUT, EnvProcess
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,14 @@ class EnvMaker:
             with closing(EnvProcess(self)) as process:
                 count, _judges[self.env_id] = process.run(survey)
         else:
-            with closing(self()) as env:
-                count, _judges[self.env_id] = survey(env)
+            thread = Worker("molt-gym-env")
+            env = thread.submit(self).result()
+            try:
+                count, _judges[self.env_id] = thread.submit(partial(survey, env)).result()
+            finally:
+                closed = thread.submit(env.close)
+                thread.stop()
+                wait([closed], CLOSE_TIMEOUT)
         if count is not None and (not isinstance(count, int | np.integer) or count < 0):
             raise ConfigError(f"{self.env_id}: num_tasks is {count!r}; write an integer from 0 on, or None for no end")
         return count

@@ -235,8 +235,8 @@ async def test_an_env_that_cannot_be_made_fails_its_rollouts():
 
 async def test_infos_are_kept_where_json_can_hold_them(scripted):
     info = {"float": np.float32(0.5), "int": np.int64(3), "bool": np.bool_(True), "text": "x", 5: 1,
-            "nan": float("nan"), "inf": np.float64("inf"), "object": object(), "array": np.zeros(2), "none": None,
-            "surrogate": "\ud800"}
+            "nan": float("nan"), "inf": np.float64("inf"), "huge": 10**400, "object": object(),
+            "array": np.zeros(2), "none": None, "surrogate": "\ud800"}
     trajectory = await play(scripted(lambda env, message: Turn(terminated=True, info=info)))
     assert trajectory.info == {"float": 0.5, "int": 3, "bool": True, "text": "x", "5": 1, "surrogate": "\ud800",
                                "task_index": 3}
