@@ -28,6 +28,7 @@ from .progress import Progress, make_progress
 from .reference import frozen_model, portable
 from .rollout.mixture import Curriculum, MixedPool, Mixture, Player, load_curriculum, split
 from .rollout.pool import Plan, Pool, TaskStream
+from .rollout.vllm_spec import check_engine_args
 from .run_dir import RunDir, default_path, holds_run
 from .session import (
     Sampler,
@@ -117,7 +118,7 @@ def _keep_schedule(kept: Config, config: Config, folder: Path) -> None:
     if config.actor.schedule != "constant" and totals[0] != totals[1]:
         raise ConfigError(f"steps: the learning rate of the run in {folder} falls over {totals[0]} updates and would "
                           f"jump if there were {totals[1]}; write steps = {kept.steps}, or actor.schedule = 'constant' "
-                          f"to train on at actor.lr, or begin a new run with model = '{folder / 'model'}'")
+                          f"to train on at actor.lr, or begin a new run with what `molt-gym export {folder}` writes")
 
 
 async def _train(
@@ -236,6 +237,8 @@ def configure(
     for part in parts:
         if env_maker(part).num_tasks() == 0 and len(parts) > 1:
             raise ConfigError(f"mixture.{part.env}: has no tasks; leave it out")
+    if draft.rollout.engine == "vllm":
+        check_engine_args(draft.rollout.engine_args)
     resolved = resolve_model(draft.model, env=parts[0].env, env_kwargs=dict(parts[0].env_kwargs), seed=draft.seed,
                              say=progress.message)
     preset = merge(default or {}, merge(resolved.preset, mixed_preset(parts, resolved.name)))

@@ -34,7 +34,7 @@ from .run_dir import RunDir, default_path, holds_run
 from .same_tokenizer import load_tokenizer
 from .session import merge, pick_dtype, seed_everything, with_adapters
 from .sft_config import SftConfig
-from .sft_data import Data, Example, load_examples
+from .sft_data import Data, Example, check_files, load_examples
 from .sft_loop import SftLoop, actor_config
 
 _TINY_ENV = "CodeExec-v0"
@@ -59,13 +59,14 @@ def sft(
                               "to learn from its rollouts")
         resume = earlier is not None and settings.checkpoint.resume == "auto"
         settings = _load(config, overrides, given, earlier=earlier if resume else None)
+        if (data := settings.data if data is None else data) is None:
+            raise ConfigError("data: missing; write a file, the folder of a run, a dataset or a list of chat rows")
+        check_files(data)
         resolved = resolve_model(settings.model, env=_TINY_ENV, seed=settings.seed, say=progress.message)
         said = settings.actor
         settings = _load(config, overrides, {**given, "model": settings.model or resolved.name}, resolved.preset,
                          earlier if resume else None)
         settings = with_adapters(settings, said, resolved.path, progress.message)
-        if (data := settings.data if data is None else data) is None:
-            raise ConfigError("data: missing; write a file, the folder of a run, a dataset or a list of chat rows")
         training, held_out, settings = _examples(data, settings, resolved, progress)
         path = Path(settings.out) if settings.out else default_path("sft", resolved.name)
         with RunDir(path, resume=resume) as run_dir:

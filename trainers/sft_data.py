@@ -22,7 +22,7 @@ from .algorithms.shaping import ROUNDING
 from .sft_chats import chat_rows
 from .sft_config import DatasetConfig, RolloutsConfig, SftConfig
 
-__all__ = ["Data", "Example", "load_examples"]
+__all__ = ["Data", "Example", "check_files", "load_examples"]
 
 Data = str | os.PathLike[str] | Iterable[Any]
 _RECORD = {"env", "index", "rows", "reward"}
@@ -35,6 +35,14 @@ class Example:
 
     rows: list[Row]
     trained: int
+
+
+def check_files(data: Data) -> None:
+    """Raise ConfigError if a file that is named is not there; a wrong name is then told before a model is fetched."""
+    named = [data] if isinstance(data, str | os.PathLike) else data if isinstance(data, list | tuple) else []
+    for path in (Path(item).expanduser() for item in named if isinstance(item, str | os.PathLike)):
+        if path.suffix in _FILES and not path.exists():
+            raise ConfigError(f"data: there is no file {path}")
 
 
 def load_examples(
@@ -51,6 +59,7 @@ def load_examples(
     Raises:
         ConfigError: there are no such data, or a row of them cannot be learnt from.
     """
+    check_files(data)
     chats, rollouts = [], []
     for where, record in _records(data, config.dataset):
         (rollouts if isinstance(record, Trajectory) else chats).append((where, record))
@@ -171,8 +180,6 @@ def _named(name: str, options: DatasetConfig) -> Iterator[tuple[str, Mapping[str
             yield from _lines(file)
     elif path.is_file() and path.suffix != ".parquet":
         yield from _lines(path)
-    elif path.suffix in _FILES and not path.is_file():
-        raise ConfigError(f"data: there is no file {name}")
     else:
         for number, row in enumerate(_dataset(name, path, options)):
             yield _record(f"{name}[{number}]", row)

@@ -158,6 +158,10 @@ def test_train_passes_options_and_settings_on(called):
         (["rollout", "CodeExec-v0", "--human", "--model", "tiny"], "--model tiny has no effect with --human"),
         (["rollout", "CodeExec-v0", "--human", "--out", "x.jsonl"], "--out x.jsonl has no effect with --human"),
         (["rollout", "CodeExec-v0", "-n", "0"], "-n 0: write how many"),
+        # Before a model is fetched, so none has to be there.
+        (["sft", "nowhere.jsonl", "--model", "no/such"], "data: there is no file nowhere.jsonl"),
+        (["train", "CodeExec-v0", "--model", "no/such", "--engine", "vllm", "--rollout.engine-args.max_modl_len", "9"],
+         "rollout.engine"),
         (["rollout", "CodeExec-v0", "--human", "--env-kwargs.dificulty", "2"], "takes no argument 'dificulty'"),
     ],
 )
