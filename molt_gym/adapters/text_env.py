@@ -70,7 +70,7 @@ class TextEnv(ChatEnv):
         self._parse = named_function(parse, "parse")
         if not self._parse and not is_small(self.env.action_space):
             self.env.close()
-            raise NotAChatEnv(f"{_id(env)}: its actions are {self.env.action_space!r:.200}, which a reply can hardly "
+            raise NotAChatEnv(f"{self.env.unwrapped}: its actions are {self.env.action_space!r:.200}, which a reply can hardly "
                               "name; give parse='module:function', which makes an action of (env, reply text)")
         self._limit, self._illegal, self._truncated = illegal_limit, 0, False
         self._actions, self._parts = action_names(self.env), observation_names(self.env)
@@ -156,10 +156,6 @@ def _make(env: Env, kwargs: dict[str, Any]) -> gym.Env:
         kwargs = {"render_mode": "ansi"} | kwargs
     # The cap on turns is that of the chat env around it.
     return gym.make(spec, max_episode_steps=-1, **kwargs)
-
-
-def _id(env: Env) -> str:
-    return env if isinstance(env, str) else getattr(env, "id", None) or getattr(env, "__name__", repr(env))
 
 
 def named_function(given: Any, name: str) -> Any:
