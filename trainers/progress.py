@@ -103,7 +103,9 @@ def headline(config: "Config") -> str:
 
 def number(value: Any, digits: int = 3) -> str:
     """`value` with `digits` decimals and thousands marked; a dash if it is missing or not finite."""
-    return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "–"
+    return f"{value:,.{digits}f}" if abs(value) < 1e12 else f"{value:.3g}"
 
 
 def time_parts(metrics: Metrics) -> dict[str, float]:

@@ -47,6 +47,11 @@ def test_what_is_missing_or_not_finite_is_a_dash(lines):
     assert "reward     –" in line and "pass@1     –" in line
 
 
+def test_a_number_of_any_size_fits_the_line(lines):
+    (line,) = lines(lambda p: p.step({"step": 1, "reward/mean": -1.5e308, "pass/at_1": 12345.0}))
+    assert "reward -1.5e+308  pass@1 12,345.000" in line
+
+
 def test_lost_rollouts_are_shown_with_their_reasons(lines):
     (line,) = lines(lambda p: p.step(STEP | {"rollout/failed/sandbox": 2, "rollout/dropped/stale": 0.0}))
     assert line.endswith("failed sandbox 2")
