@@ -70,8 +70,8 @@ class TextEnv(ChatEnv):
         self._parse = named_function(parse, "parse")
         if not self._parse and not is_small(self.env.action_space):
             self.env.close()
-            raise NotAChatEnv(f"{self.env.unwrapped}: its actions are {self.env.action_space!r:.200}, which a reply can hardly "
-                              "name; give parse='module:function', which makes an action of (env, reply text)")
+            raise NotAChatEnv(f"{self.env.unwrapped}: its actions are {self.env.action_space!r:.200}, which a reply "
+                              "can hardly name; give parse='module:function', which makes an action of (env, reply text)")
         self._limit, self._illegal, self._truncated = illegal_limit, 0, False
         self._actions, self._parts = action_names(self.env), observation_names(self.env)
         shown = self._describe is not None or self._parts or self.env.render_mode == "ansi"
