@@ -71,7 +71,7 @@ class TextEnv(ChatEnv):
         if not self._parse and not is_small(self.env.action_space):
             self.env.close()
             raise NotAChatEnv(f"{self.env.unwrapped}: its actions are {self.env.action_space!r:.200}, which a reply "
-                              "can hardly name; give parse='module:function', which makes an action of (env, reply text)")
+                              "can hardly name; give parse='module:function', from (env, reply text) to an action")
         self._limit, self._illegal, self._truncated = illegal_limit, 0, False
         self._actions, self._parts = action_names(self.env), observation_names(self.env)
         shown = self._describe is not None or self._parts or self.env.render_mode == "ansi"
