@@ -151,7 +151,7 @@ class TokenRespondent:
     ) -> list[Reply]:
         if len(generations) > 1:
             generations = [generation.checked() for generation in generations]
-        generations = [self._stopped(generation, sampling) for generation in generations]
+        generations = [self._stopped(generation, sampling.stop) for generation in generations]
         replies = [self._reply(call, prompt, generation, sampling.stop, ignored) for generation in generations]
         for generation, reply in zip(generations, replies, strict=True):
             self.graph.commit(prompt, generation, reply.message)
@@ -163,13 +163,12 @@ class TokenRespondent:
         self.last = call, replies[-1]
         return replies
 
-    def _stopped(self, generation: Generation, sampling: Sampling) -> Generation:
-        """The generation without what an engine that takes several tokens at a time sampled after a stop."""
+    def _stopped(self, generation: Generation, stop: tuple[str, ...]) -> Generation:
+        """The generation without what an engine that takes several tokens at a time sampled after a stop string."""
         if generation.finish_reason == "abort":
             raise aborted()
-        length = self._renderer.length_to_stop(generation.ids, sampling.stop, sampling.stop_token_ids)
-        whole = length is None or length == len(generation.ids) and generation.finish_reason == "stop"
-        return generation if whole else generation.ended_at(length)
+        length = self._renderer.length_to_stop(generation.ids, stop)
+        return generation if length is None else generation.ended_at(length)
 
     def _reply(
         self, call: Call, prompt: Prompt, generation: Generation, stops: tuple[str, ...], ignored: tuple[str, ...]

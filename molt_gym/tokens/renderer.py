@@ -183,20 +183,15 @@ class Renderer:
         thinking = self._template.style.opens_thinking if prompt is None else self._opens_thinking(prompt)
         return shield.lift(self._parse(text, messages, thinking=thinking, tools=tools))
 
-    def length_to_stop(self, ids: Sequence[int], stop: Sequence[str], stop_token_ids: Sequence[int]) -> int | None:
-        """How many of the ids a reply has: up to its first stop token, or that which completes the first stop string.
-
-        None where neither is in it. `stop_token_ids`: besides `self.stop_token_ids`.
-        """
-        stops = {*self.stop_token_ids, *stop_token_ids}
-        length = next((place for place, i in enumerate(ids, start=1) if i in stops), None)
+    def length_to_stop(self, ids: Sequence[int], stop: Sequence[str]) -> int | None:
+        """How many ids there are up to the one that completes the first stop string; None where they spell none."""
 
         def completed(length: int) -> bool:
             text = self.decode(ids[:length])
             return any(string in text for string in stop if string)
 
-        if not any(stop) or not completed(len(ids) if length is None else length):
-            return length
+        if not stop or not completed(len(ids)):
+            return None
         return bisect_left(range(len(ids)), True, key=completed)
 
     def _opens_thinking(self, prompt: Sequence[int]) -> bool:
