@@ -83,7 +83,7 @@ def train_with(
         overrides["curriculum"] = curriculum if isinstance(curriculum, str) else (
             f"{curriculum.__module__}:{curriculum.__qualname__}")
     given = {"seed": seed, **overrides} | ({} if steps is None else {"steps": steps})
-    given |= {} if out is None else {"out": os.fspath(out)}
+    given |= {} if out is None else {"out": (out := os.path.expanduser(out))}
     earlier = Path(out) / "config.toml" if out is not None and holds_run(out) else None
     if earlier is not None:
         given["seed"] = _seed_to_go_on(env, seed, earlier)

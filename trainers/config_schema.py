@@ -18,6 +18,7 @@ from .config_types import (
     NUMBER,
     Count,
     Dtype,
+    Folder,
     Mix,
     Natural,
     NotNegative,
@@ -191,7 +192,7 @@ class Config(Section):
     """module:function that is given a step's metrics and returns new weights by id, or None."""
     model: Text | None = None
     """Hub name, local folder or name of a model at hand; without it, smollm2-135m."""
-    out: Text | None = None
+    out: Folder | None = None
     """Folder of the run; without it, a new one under runs/."""
     steps: Count = 40
     """Training steps."""

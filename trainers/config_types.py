@@ -66,6 +66,8 @@ PositiveShare = Annotated[float, Gt(0), Le(1), NUMBER]
 Moment = Annotated[float, Ge(0), Lt(1), NUMBER]
 Number = Annotated[float, NUMBER]
 Text = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+Folder = Annotated[str, BeforeValidator(
+    lambda value: os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value)]
 Table = Annotated[dict[str, Any], BeforeValidator(lambda value: _plain(value) if isinstance(value, dict) else value)]
 Mix = Annotated[dict[str, Any], BeforeValidator(_mixture)]
 Range = Annotated[tuple[Number, Number] | None,

@@ -63,7 +63,8 @@ class RunDir:
         if resume and not holds_run(self.path):
             raise ConfigError(f"resume: {self.path} holds no run (no config.toml); name a folder that train wrote")
         if not resume and _holds_files(self.path):
-            raise ConfigError(f"out: {self.path} is in use; choose a new folder or continue it with --resume")
+            raise ConfigError(f"out: {self.path} is in use; choose a new folder, or go on with the run in it "
+                              "by --resume or the argument out")
         folders = (self.path, self.rollouts_path, self.checkpoints_path)
         try:
             for folder in folders:

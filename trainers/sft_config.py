@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from .config_actor import ActorConfig, Schedule
 from .config_schema import CheckpointConfig
-from .config_types import Count, Natural, Number, Positive, Section, Seed, Share, Table, Text
+from .config_types import Count, Folder, Natural, Number, Positive, Section, Seed, Share, Table, Text
 
 
 class DatasetConfig(Section):
@@ -67,7 +67,7 @@ class SftConfig(Section):
     """Hub name, local folder or name of a model at hand; without it, smollm2-135m."""
     data: Text | None = None
     """What is learnt from, for the record: a file, a run's folder or a dataset."""
-    out: Text | None = None
+    out: Folder | None = None
     """Folder of the run; without it, a new one under runs/."""
     epochs: Count = 1
     """Passes over the data."""

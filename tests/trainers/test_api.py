@@ -77,10 +77,14 @@ def test_settings_that_do_not_fit_the_checkpoint_leave_those_that_do(train: Trai
     assert (tmp_path / "run" / "config.toml").read_bytes() == settings
 
 
-def test_the_folder_of_an_sft_run_is_refused(train: Train, tmp_path: Path) -> None:
+def test_the_folder_of_an_sft_run_is_refused_also_in_the_home_folder(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     SftConfig(data="chats.jsonl").to_toml(tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match="out: .* holds a run of sft; choose another folder"):
-        train(tmp_path)
+    for out in (tmp_path, "~"):
+        with pytest.raises(ConfigError, match=f"out: {tmp_path} holds a run of sft; choose another folder"):
+            train(out)
 
 
 def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_path: Path) -> None:

@@ -306,3 +306,4 @@ def test_the_help_explains_every_option():
 
 def test_paths_are_taken_as_text(tmp_path):
     assert load_config("X-v0", overrides={"out": Path("runs") / "a"}).out == str(Path("runs") / "a")
+    assert load_config("X-v0", overrides={"out": "~/a"}).out == str(Path("~/a").expanduser())
