@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,11 +11,8 @@ def run(script):
 
 
 def test_importing_takes_less_than_a_second():
-    seconds = []
-    for _ in range(3):
-        started = time.monotonic()
-        run("import molt_gym")
-        seconds.append(time.monotonic() - started)
+    # Of the processor: what else the machine does is not to count.
+    seconds = [float(run("import time, molt_gym; print(time.process_time())")) for _ in range(3)]
     assert min(seconds) < 1
 
 
