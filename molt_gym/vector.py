@@ -80,6 +80,8 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
         self._workers: list[Worker] = []
         if num_envs < 1:
             raise ValueError(f"num_envs: {num_envs}; write 1 or more")
+        if not isinstance(deadline, int | float) or not deadline > 0:
+            raise ValueError(f"deadline: {deadline!r}; write seconds above 0")
         self.num_envs = num_envs
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.deadline = deadline

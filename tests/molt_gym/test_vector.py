@@ -295,6 +295,8 @@ def test_wrong_arguments_are_refused_and_leave_no_thread_behind(echo):
         ({"num_envs": 0}, ValueError),
         ({"prefx": 1}, molt_gym.ConfigError),
         ({"autoreset_mode": "x"}, ValueError),
+        ({"deadline": None}, ValueError),
+        ({"deadline": float("nan")}, ValueError),
     ):
         with pytest.raises(error):
             gym.make_vec(echo, **kwargs)
