@@ -92,10 +92,6 @@ class Markers:
         marker, start, end = next(iter(self._splitter.find(text[:head])), (0, 0, 0))
         return (marker, end) if end and not text[:start].strip() else None
 
-    def until(self, text: str, ids: Container[int]) -> str:
-        """Rendered text up to and with the first added token that is one of `ids`; "" if none is."""
-        return text[: next((end for i, _, end in self._splitter.find(text) if i in ids), 0)]
-
     def spans(self, text: str, *, special_only: bool = False) -> Sequence[tuple[int, int]]:
         """Where markers, or those flagged special, are spelled out."""
         return (self._cached_spans if len(text) < _CACHED_TEXT else self._find_spans)(text, special_only)

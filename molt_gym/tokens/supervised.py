@@ -66,14 +66,14 @@ def _reply_ids(
     sentinel, schemas, place = shield.sentinel(), shield.value(tools), len(messages)
     before = template.prepare(messages, shield)
     body = _body(template, before, template.prepare([reply], shield, first=place), schemas, reply, shield, place)
-    stops = set(renderer.stop_token_ids).intersection(markers.ids.values())
     end = template.prepare([ending_in(sentinel, reply)], shield, first=place)
     _, found, after = template.write([*before, *end], schemas, header=False).rpartition(sentinel)
     after = after.removeprefix(template.style.call_close or "" if reply.get("tool_calls") else "")
     if found and body.endswith(after):
         # What a template writes at the end of a conversation, such as a second end token, is nothing that is sampled.
-        return markers.encode(body.removesuffix(after) + markers.until(after, stops), shield, after=prompt)
-    ids = markers.encode(body, shield, after=prompt)
+        _, ending = markers.leading(after) or (None, 0)
+        return markers.encode(body.removesuffix(after) + after[:ending], shield, after=prompt)
+    ids, stops = markers.encode(body, shield, after=prompt), set(renderer.stop_token_ids)
     return ids[: max((place for place, i in enumerate(ids, start=1) if i in stops), default=len(ids))]
 
 
