@@ -4,6 +4,7 @@ Both run the decoder and the output head themselves: with masks of their own, an
 to its logits. What they would get silently wrong is refused.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from molt_gym.errors import ConfigError
 from molt_gym.tokens.vision import MODELS as VISION_MODELS
 
+LOADING = threading.Lock()
+"""Held while transformers makes a model, in which it changes torch for all threads; two at a time leave it broken."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configurations name the number of experts."""
 _ATTENTION_CHANGES = ("attention_mask", "sliding_window", "softcap", "s_aux", "position_bias", "indices",

@@ -28,7 +28,7 @@ from molt_gym.errors import ConfigError
 
 from .actor.lora import PREFIX, base_hash, write_adapter
 from .actor.state import NAMES
-from .architecture import model_class
+from .architecture import LOADING, model_class
 from .atomic import atomic_path
 from .checkpoint import STATE, best_checkpoint, checkpoint_path, load_state, newest_checkpoint, problem
 from .config import ActorConfig
@@ -109,7 +109,7 @@ def export_checkpoint(
     config, scale = AutoConfig.from_pretrained(base), load_state(checkpoint).get("lora_scale", 0)
     if scale:
         _check_base(checkpoint, base)
-    with torch.device("meta"):
+    with LOADING, torch.device("meta"):
         skeleton = model_class(config).from_config(config)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out) as folder:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 
-from ..architecture import attention_of, check_architecture, decoder_of, model_class, sees
+from ..architecture import LOADING, attention_of, check_architecture, decoder_of, model_class, sees
 from ..config import ActorConfig
 from . import automodel
 from .attention import ATTENTION
@@ -115,8 +115,10 @@ def load_policy(
     checkpointing: Mode = "none" if frozen else options.activation_checkpointing
     storage, ep = compute if frozen or lora else torch.float32, 1 if critic else layout.sizes.ep
     native = not critic and lora is None and automodel.chosen(options.backend, config, layout)
-    model = automodel.build(path, layout.shards.device_type, storage, compute, ep) if native else (
-        model_class(config).from_pretrained(path, dtype=storage, attn_implementation=attention_of(config, ATTENTION)))
+    with LOADING:
+        model = automodel.build(path, layout.shards.device_type, storage, compute, ep) if native else (
+            model_class(config).from_pretrained(path, dtype=storage,
+                                                attn_implementation=attention_of(config, ATTENTION)))
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)

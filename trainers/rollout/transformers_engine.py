@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Renderer
 
-from ..architecture import attention_of, check_architecture, decoder_of, model_class
+from ..architecture import LOADING, attention_of, check_architecture, decoder_of, model_class
 from ..vision_inputs import decoder_inputs, pictures, see
 from .decoding import Decoding
 from .engine import Request, image_refusal, refusal
@@ -64,8 +64,9 @@ class TransformersEngine:
         check_architecture(config, max_context)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._cache = SlotCache(config.get_text_config(), max_sequences, max_context, dtype, self._device)
-        model = model_class(config).from_pretrained(path, dtype=dtype,
-                                                    attn_implementation=attention_of(config, ATTENTION))
+        with LOADING:
+            model = model_class(config).from_pretrained(path, dtype=dtype,
+                                                        attn_implementation=attention_of(config, ATTENTION))
         self._model = model.to(self._device).eval()
         self._renderer, self._vision = renderer, renderer.vision
         self._prefixes = PrefixCache(PREFIX_TOKENS)

@@ -337,6 +337,12 @@ async def test_a_cancelled_request_frees_its_slot_at_once(make_engine):
     assert time.monotonic() - started < 1
 
 
+async def test_engines_can_be_made_in_several_threads_at_a_time(make_engine, play):
+    engines = await asyncio.gather(*(asyncio.to_thread(make_engine) for _ in range(4)))
+    replies = [(await play(engine, PROMPTS[:2]))[1].ids for engine in engines]
+    assert replies == replies[:1] * 4
+
+
 async def test_cancelling_some_leaves_the_others_as_they_were(make_engine, play, tiny_model, expected):
     engine = make_engine()
     requests = [Request(PROMPTS[i % 5] + [30 + i], Sampling(max_tokens=60, seed=i)) for i in range(8)]
