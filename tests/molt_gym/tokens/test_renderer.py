@@ -221,13 +221,12 @@ def test_arguments_reach_the_template_in_the_form_it_takes(tokenizer_of, templat
     assert "<tool_call>" not in text
 
 
-def test_what_the_template_does_not_know_is_written_as_content(renderer_of):
-    message = assistant("ok", reasoning_content="hm", tool_calls=[call("add", '{"a": 1}')])
+@pytest.mark.parametrize(("content", "written"), [("ok", "ok\n"), ("", "")])
+def test_what_the_template_does_not_know_is_written_as_content(renderer_of, content, written):
+    message = assistant(content, reasoning_content="hm", tool_calls=[call("add", '{"a": 1}')])
     text = renderer_of().decode(renderer_of().render([user("ok"), message]))
-    expected = (
-        '<think>\nhm\n</think>\n\nok\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    )
-    assert expected in text
+    expected = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert f"<think>\nhm\n</think>\n\n{written}{expected}" in text
 
 
 def test_tools_that_the_template_drops_are_warned_of(renderer_of):
