@@ -242,7 +242,7 @@ def configure(
     resolved = resolve_model(draft.model, env=parts[0].env, env_kwargs=dict(parts[0].env_kwargs), seed=draft.seed,
                              say=progress.message)
     preset = merge(default or {}, merge(resolved.preset, mixed_preset(parts, resolved.name)))
-    settings = load(env, draft.model or resolved.name, config, overrides, preset=preset, earlier=earlier)
+    settings = load(env, resolved.name, config, overrides, preset=preset, earlier=earlier)
     settings = with_adapters(settings, draft.actor, resolved.path, progress.message)
     return with_own_turns(settings, resolved.name), resolved
 

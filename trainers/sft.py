@@ -64,7 +64,7 @@ def sft(
         check_files(data)
         resolved = resolve_model(settings.model, env=_TINY_ENV, seed=settings.seed, say=progress.message)
         said = settings.actor
-        settings = _load(config, overrides, {**given, "model": settings.model or resolved.name}, resolved.preset,
+        settings = _load(config, overrides, {**given, "model": resolved.name}, resolved.preset,
                          earlier if resume else None)
         settings = with_adapters(settings, said, resolved.path, progress.message)
         training, held_out, settings = _examples(data, settings, resolved, progress)
@@ -128,7 +128,7 @@ async def _train(
         if resume:
             loop.load()
         run_dir.write_config(config.to_toml())
-        progress.message(f"sft · {model.name} · seed {config.seed} · {total} steps"
+        progress.message(f"sft · {os.path.basename(model.name)} · seed {config.seed} · {total} steps"
                          + (f", resumed after step {loop.step}" if loop.step else "") + f" → {run_dir.path}")
         checkpoint = await loop.run(partial(export_checkpoint, base=model.path, out=run_dir.model_path,
                                             adapter=run_dir.path / "adapter"))

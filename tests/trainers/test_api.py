@@ -77,6 +77,18 @@ def test_settings_that_do_not_fit_the_checkpoint_leave_those_that_do(train: Trai
     assert (tmp_path / "run" / "config.toml").read_bytes() == settings
 
 
+def test_a_run_goes_on_from_another_working_directory_than_its_model_was_named_in(
+    train: Train, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_path, tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    few = {"eval__before": False, "eval__after": False}
+    monkeypatch.chdir(tmp_path)
+    train(Path("run"), model=Path("model"), steps=1, **few)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert train(Path("..") / "run", model=None, steps=2, **few).metrics[-1]["step"] == 2
+
+
 def test_the_folder_of_an_sft_run_is_refused_also_in_the_home_folder(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ class ResolvedModel:
     """A model that can be loaded.
 
     Args:
-        name: what was asked for, or the name of the model that was chosen; it resolves to the same again.
+        name: what was asked for, or the name of the model that was chosen; it resolves to the same again, anywhere.
         path: folder with configuration, safetensors and a tokenizer with a chat template.
         note: which model it is and why, in one line.
         preset: recommended options, below those of the user.
@@ -124,7 +124,7 @@ def _found(name: str, say: Callable[[str], None]) -> ResolvedModel:
     if path.is_dir():
         if (problem := hub.missing_from(path)) is not None:
             raise ConfigError(f"model: the folder {name} {problem}")
-        note = f"model: the folder {name}"
+        note, name = f"model: the folder {name}", str(path)
     elif path.exists():
         raise ConfigError(f"model: {name} is a file; give the folder that holds it")
     elif not _HUB_NAME.fullmatch(name):
