@@ -109,13 +109,15 @@ async def test_updates_reach_all_of_vllms_engines_and_one_that_is_killed_loses_n
         model = await update(version)
         await answers(model, ask(20))
     assert fleet.take_faults() == {"engine_restarts": 0, "requeued": 0}
+    # Frozen before, so that it has answered nothing: an engine that dies with nothing in flight is not missed at once.
+    os.kill(fleet.members[0]._host.pid, signal.SIGSTOP)
     replies = ask(200)
-    # At once: an engine that has answered everything is not missed before the next update.
+    await asyncio.sleep(0.1)
     os.kill(fleet.members[0]._host.pid, signal.SIGKILL)
     await answers(model, replies)
     await new_engine(fleet)
     faults = fleet.take_faults()
-    assert faults["engine_restarts"] == 1 and 1 <= faults["requeued"] <= 8
+    assert faults == {"engine_restarts": 1, "requeued": 8}
     assert len(fleet.members) == 1
     model = await update(3)
     replies = ask(20)

@@ -433,7 +433,7 @@ async def test_cancelled_requests_leave_the_batch_at_once(engine):
         future.cancel()
     started = time.monotonic()
     await within(WAIT, *short)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     await until(lambda: not engine._host._calls)
 
 

@@ -79,30 +79,33 @@ async def test_replies_tell_the_experts_of_each_position_also_across_updates_by_
             reply, = await play(engine, [list(range(3, 153))], max_tokens=4)
             check(reply, list(range(3, 153)), routed(model, [*range(3, 153), *reply.ids]), cached)
 
-        gone = engine.submit([Request([5], Sampling(max_tokens=250))])
-        flying = engine.submit([Request(prompt, Sampling(max_tokens=200, seed=1)) for prompt in PROMPTS])
-        await asyncio.sleep(0.15)
-        gone[0].cancel()
-        await engine.pause()
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        move(model)
-        await engine.update_weights(model.named_parameters(), 1)
-        folder, = files.iterdir()
-        assert not list(folder.iterdir())
-        await engine.resume()
-        replies = await asyncio.wait_for(asyncio.gather(*flying), 180)
-        new = [routed(model, prompt + reply.ids) for prompt, reply in zip(PROMPTS, replies, strict=True)]
-        after = [expected(model, prompt, reply.ids) for prompt, reply in zip(PROMPTS, replies, strict=True)]
-        model.load_state_dict(state)
         straddling = 0
-        for number, (prompt, reply) in enumerate(zip(PROMPTS, replies, strict=True)):
-            count = reply.versions.count(0)
-            straddling += 0 < count < len(reply.ids)
-            rows = new[number]
-            if count:
-                rows[: len(prompt) - 1 + count] = routed(model, prompt + reply.ids)[: len(prompt) - 1 + count]
-            check(reply, prompt, rows)
-            assert reply.logprobs[count:] == pytest.approx(after[number][count:], abs=1e-4)
+        # A machine that is busy may answer all of them before the pause, or none.
+        while not straddling and engine.version < 8:
+            gone = engine.submit([Request([5], Sampling(max_tokens=250))])
+            flying = engine.submit([Request(prompt, Sampling(max_tokens=200, seed=1)) for prompt in PROMPTS])
+            await asyncio.sleep(0.15 * (1 + engine.version))
+            gone[0].cancel()
+            await engine.pause()
+            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            move(model)
+            await engine.update_weights(model.named_parameters(), engine.version + 1)
+            folder, = files.iterdir()
+            assert not list(folder.iterdir())
+            await engine.resume()
+            replies = await asyncio.wait_for(asyncio.gather(*flying), 180)
+            new = [routed(model, prompt + reply.ids) for prompt, reply in zip(PROMPTS, replies, strict=True)]
+            after = [expected(model, prompt, reply.ids) for prompt, reply in zip(PROMPTS, replies, strict=True)]
+            moved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model.load_state_dict(state)
+            for rows, logprobs, prompt, reply in zip(new, after, PROMPTS, replies, strict=True):
+                count = reply.versions.count(engine.version - 1)
+                straddling += 0 < count < len(reply.ids)
+                if count:
+                    rows[: len(prompt) - 1 + count] = routed(model, prompt + reply.ids)[: len(prompt) - 1 + count]
+                check(reply, prompt, rows)
+                assert reply.logprobs[count:] == pytest.approx(logprobs[count:], abs=1e-4)
+            model.load_state_dict(moved)
         assert straddling
     finally:
         await engine.close()
