@@ -515,7 +515,7 @@ async def test_an_actor_that_is_lost_while_its_last_state_is_written_is_replaced
 # Interrupts
 
 async def test_rollouts_go_on_while_a_checkpoint_is_written_and_a_second_interrupt_does_not_lose_it(parts_of) -> None:
-    parts, saving, go = parts_of(steps=9, **{"rollout.max_staleness": 2}), threading.Event(), threading.Event()
+    parts, saving, go = parts_of(steps=10_000, **{"rollout.max_staleness": 2}), threading.Event(), threading.Event()
 
     def save(folder: Path) -> None:
         saving.set()
@@ -523,7 +523,7 @@ async def test_rollouts_go_on_while_a_checkpoint_is_written_and_a_second_interru
 
     parts.save = save
     run = asyncio.create_task(parts.run())
-    await until(lambda: parts.log.count("trained") == 2)
+    await until(lambda: parts.log.count("trained") >= 2)
     run.cancel()
     await until(saving.is_set)
     run.cancel()
@@ -534,7 +534,7 @@ async def test_rollouts_go_on_while_a_checkpoint_is_written_and_a_second_interru
     go.set()
     await ended(run)
     step = load_state(newest_checkpoint(parts.run_dir.checkpoints_path))["step"]
-    assert parts.lines[-1] == (step, None) and step in (2, 3)
+    assert parts.lines[-1] == (step, None) and step >= 2
 
 
 async def test_a_step_is_saved_without_the_engines_that_the_same_signal_ended(parts_of) -> None:
