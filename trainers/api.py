@@ -189,6 +189,8 @@ def rollout(
     **overrides: Any,
 ) -> list[Trajectory]:
     """See `molt_gym.rollout`."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ConfigError(f"n: {n!r}; write a number of rollouts from 1 on")
     given = {"seed": seed, **overrides}
 
     async def play(settings: Config, runner: Any) -> list[Trajectory]:

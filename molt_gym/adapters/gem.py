@@ -7,6 +7,7 @@ the suite does to the whole process, such as its logging, is undone.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from ..env import ChatEnv, Turn
@@ -24,6 +25,7 @@ TURNS = 100
 """Cap on turns of games that set none of their own."""
 _GAMES, _QUESTIONS = "gem.envs.game_env.", ("gem.envs.math_env:MathEnv", "gem.envs.qa_env:QaEnv")
 
+_NO_SETTINGS = ("self", "args", "kwargs", "_")
 _BROKEN = ("game:Crosswords-v0-random", "game:FifteenPuzzle-v0-random")
 """What the package itself cannot make."""
 
@@ -63,14 +65,19 @@ class GemEnv(ChatEnv):
                 raise ConfigError(f"env: GEM has no {env!r}; `molt-gym envs gem` lists those that it has")
             self._asks = spec.entry_point in _QUESTIONS
             # Verdicts get a process and a limit here.
-            settings = {"use_mp": False, **settings} if self._asks else settings
+            verdicts = {"use_mp": False} if self._asks else {}
             try:
-                self._env = make(env, **settings)
+                self._env = make(env, **verdicts | settings)
             except LookupError as error:
                 raise ConfigError(f"env: {env!r} needs a word list that has to be downloaded once: "
                                   "python -m nltk.downloader words") from error
             except Exception as error:
                 raise ConfigError(f"env: {env!r} cannot be made with {settings}: {error}") from error
+            # Games take whatever they are given, and heed what they know.
+            taken = {name: None for kind in type(self._env).__mro__ for name in signature(kind.__init__).parameters}
+            if unknown := [name for name in settings if name not in taken]:
+                raise ConfigError(f"env: {env!r} takes no {', '.join(unknown)}; write one of "
+                                  f"{', '.join(name for name in taken if name not in _NO_SETTINGS)}")
         self.num_tasks = len(self._env.dataset) if self._asks else None
 
     def begin(self, index: int) -> list[Message]:

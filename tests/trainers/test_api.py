@@ -170,6 +170,12 @@ def test_as_many_rollouts_are_played_as_were_asked_for(toys: Path, tiny_path: Pa
     assert len(by_model) == 3
 
 
+@pytest.mark.parametrize("n", [0, -1, 2.0, True])
+def test_a_number_of_rollouts_that_is_none_is_refused(toys: Path, n: Any) -> None:
+    with pytest.raises(molt_gym.ConfigError, match="n: .*; write a number of rollouts"):
+        molt_gym.rollout("toy_envs:Letters-v0", lambda observation: "xyz", n)
+
+
 async def test_an_async_policy_is_awaited_inside_a_running_loop(toys: Path) -> None:
     class Slow:
         async def reply(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:

@@ -114,6 +114,12 @@ def test_a_data_set_that_is_not_there_is_said_with_its_name(tmp_path):
         molt_gym.make("gem/math-GSM8K-v0", dataset_name=str(tmp_path / "nothing"))
 
 
+def test_a_setting_that_a_game_would_not_heed_is_refused():
+    with pytest.raises(molt_gym.ConfigError, match="takes no nope; write one of .*max_turns"):
+        molt_gym.make("gem/GuessTheNumber-easy-v0", nope=3)
+    molt_gym.make("gem/GuessTheNumber-easy-v0", max_turns=3).close()
+
+
 def test_word_games_say_what_to_download(monkeypatch, tmp_path):
     import nltk
 

@@ -1,6 +1,5 @@
 import asyncio
 import gc
-import time
 import weakref
 
 import pytest
@@ -332,9 +331,8 @@ async def test_a_cancelled_request_frees_its_slot_at_once(make_engine):
     assert not endless.done()
     endless.cancel()
     queued[0].cancel()
-    started = time.monotonic()
-    await within(1, queued[1])
-    assert time.monotonic() - started < 1
+    # Far less than the thousand tokens of the others take.
+    await within(5, queued[1])
 
 
 async def test_engines_can_be_made_in_several_threads_at_a_time(make_engine, play):
