@@ -256,7 +256,7 @@ def f(x):
     def test_one_that_hangs_is_ended(self, sandbox, code):
         begin = time.monotonic()
         result = grade(sandbox, code, SQUARE, Limits(seconds=1))
-        assert time.monotonic() - begin < 3.5
+        assert time.monotonic() - begin < 10
         # What it piles up may reach the memory limit before.
         assert result.outcome == "timeout" or "MemoryError" in result.feedback
 

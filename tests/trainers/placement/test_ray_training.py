@@ -132,6 +132,7 @@ def stopped(model: Path, run: Path, steps: int, number: signal.Signals) -> int:
     driver = run_script(TRAIN, model, run)
     while len(steps_of(run)) < steps and driver.poll() is None:
         time.sleep(0.05)
+    assert driver.poll() is None, driver.stdout.read()
     family = psutil.Process(driver.pid).children(recursive=True)
     assert any("vllm_host" in " ".join(child.cmdline()) for child in family)
     # Ray's own agents end a while after the rest of it.

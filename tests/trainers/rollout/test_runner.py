@@ -345,7 +345,7 @@ async def test_a_hung_env_fails_its_rollout_at_the_deadline(scripted, where, rea
     trajectory = await play(make, limits=Limits(reset_timeout=0.1, step_timeout=0.1))
     release.set()
     assert trajectory.failure.reason == reason and f"rollout.{reason}" in trajectory.failure.message
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
 
 
 async def test_a_policy_that_does_not_answer_fails_its_rollout(scripted):

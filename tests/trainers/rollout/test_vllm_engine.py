@@ -361,9 +361,11 @@ async def test_weights_with_adapters_in_them_arrive_like_others(engine, model_pa
 
 
 async def test_a_score_comes_before_replies_that_wait_and_asked_within_an_update_before_all(engine, load):
-    replies = engine.submit([Request([5, 6 + i], Sampling(max_tokens=200, seed=i)) for i in range(40)])
+    requests = [Request([5, 6 + i], Sampling(max_tokens=200, seed=i)) for i in range(200)]
+    replies = engine.submit(requests)
     await within(WAIT, engine.score([5, 7, 9]))
-    assert sum(reply.done() for reply in replies) < 24
+    # Last in the queue, it would come after nearly all; this process may see it late.
+    assert sum(reply.done() for reply in replies) < 100
     await engine.pause()
     await engine.update_weights(load().named_parameters(), 1)
     before = sum(reply.done() for reply in replies)
@@ -371,7 +373,7 @@ async def test_a_score_comes_before_replies_that_wait_and_asked_within_an_update
     await asyncio.sleep(0.1)
     await engine.resume()
     await within(WAIT, score)
-    assert sum(reply.done() for reply in replies) <= before + 8
+    assert sum(reply.done() for reply in replies) <= before + 60
     await within(WAIT, *replies)
 
 
