@@ -33,6 +33,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"algorithm.loss": "cispo", "algorithm.updates_per_batch": 2, "actor.lr": 1e-3},
 }
 """What differs from the settings that `molt-gym train CodeExec-v0 --model tiny` has; losses go with estimator grpo."""
+STYLE = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "molt-gym",
+         "svg.fonttype": "none", "axes.grid": True, "grid.color": "#e2e8f0", "axes.edgecolor": "#94a3b8",
+         "axes.axisbelow": True}
+"""Of pictures."""
 
 
 def words(name: str) -> list[str]:
@@ -119,10 +123,7 @@ def draw(runs: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "molt-gym",
-             "svg.fonttype": "none", "axes.grid": True, "grid.color": "#e2e8f0", "axes.edgecolor": "#94a3b8",
-             "axes.axisbelow": True}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 4.4), layout="constrained")
         panels = figure.subplots(2, -(-len(runs) // 2), sharex=True, sharey=True, squeeze=False).flatten()
         for panel, (name, of_seeds) in zip(panels, runs.items(), strict=False):

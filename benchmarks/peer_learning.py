@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from algorithms import STYLE
 from rollout_in_training import describe
 
 import molt_gym
@@ -115,9 +116,8 @@ def tasks(world: Any, seed: int) -> Iterator[int]:
 def score(env: str, model: Path, seed: int, options: argparse.Namespace) -> float:
     """Held-out."""
     result = molt_gym.evaluate(env, model, episodes=options.episodes, seed=seed, **{
-        "rollout.dtype": options.dtype,
-        "rollout.max_turns": 1, "rollout.max_tokens": options.tokens, "rollout.max_context": options.context,
-        "rollout.max_concurrency": options.prompts * options.group})
+        "rollout.dtype": options.dtype, "rollout.max_turns": 1, "rollout.max_tokens": options.tokens,
+        "rollout.max_context": options.context, "rollout.max_concurrency": options.prompts * options.group})
     return result.pass_at[1]
 
 
@@ -171,9 +171,7 @@ def draw(curves: dict[tuple[str, int, str], dict[str, Any]], path: Path, options
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "molt-gym",
-             "svg.fonttype": "none", "axes.grid": True, "grid.color": "#e2e8f0", "axes.edgecolor": "#94a3b8"}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 2.6 * len(options.envs)), layout="constrained")
         panels = figure.subplots(len(options.envs), 2, sharey=True, squeeze=False)
         for (env, seed, side), curve in curves.items():

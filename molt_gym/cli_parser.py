@@ -41,13 +41,7 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         trains.add_argument("--seed", type=int, metavar="S", help="fixes tasks, sampling and order (default 0)")
         trains.add_argument("--resume", metavar="DIR",
                             help="go on with this run; auto: with --out or the latest one of ENV")
-    planned = verb("plan", "say what a run needs and how fast it may be, without starting any of it",
-                   "CONFIG [options] [--SETTING VALUE ...]")
-    planned.add_argument("settings", metavar="CONFIG", help="TOML file of settings for train, distill or sft")
-    planned.add_argument("--gpus", metavar="KIND:COUNT", help="of a node; without it, as the file's #SBATCH lines say")
-    planned.add_argument("--nodes", type=int, metavar="N", help="of the cluster; without it, as the file says, or 1")
-    planned.add_argument("--memory", type=float, metavar="GIB", help="of a GPU of another kind")
-    planned.add_argument("--rates", type=Path, metavar="FILE", help="TOML file of rates in place of the usual ones")
+    _plan(verb)
     evaluate = verb("eval", "score a model on held-out tasks",
                     "ENV [ENV ...] [--model M | --endpoint URL --endpoint-model NAME] [options]", True)
     evaluate.add_argument("--model", help="as for train; a run's model is in RUN/model")
@@ -65,6 +59,35 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     rollout.add_argument("-n", type=int, default=1, metavar="N", help="episodes (default 1)")
     rollout.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
     rollout.add_argument("--out", metavar="FILE", help="also write the trajectories as JSON lines")
+    serve = _serve(verb)
+    sft = verb("sft", "train a model on conversations, or on the rollouts of a run",
+               "DATA [DATA ...] [--model M] [options] [--SETTING VALUE ...]", True)
+    sft.add_argument("--model", help="hub name, local folder, smollm2-135m (default) or tiny")
+    sft.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
+    sft.add_argument("--epochs", type=int, metavar="N", help="passes over the data (default 1)")
+    sft.add_argument("--steps", type=int, metavar="N", help="optimizer updates, in place of epochs")
+    sft.add_argument("--seed", type=int, metavar="S", help="fixes the order and what is held out (default 0)")
+    sft.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one")
+    _export(verb)
+    for overridable in (train, sft, distill, evaluate, rollout, serve):
+        overridable.add_argument(
+            "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
+        )
+    _verbs_about_envs(verb)
+    return parser
+
+
+def _plan(verb: Any) -> None:
+    planned = verb("plan", "say what a run needs and how fast it may be, without starting any of it",
+                   "CONFIG [options] [--SETTING VALUE ...]")
+    planned.add_argument("settings", metavar="CONFIG", help="TOML file of settings for train, distill or sft")
+    planned.add_argument("--gpus", metavar="KIND:COUNT", help="of a node; without it, as the file's #SBATCH lines say")
+    planned.add_argument("--nodes", type=int, metavar="N", help="of the cluster; without it, as the file says, or 1")
+    planned.add_argument("--memory", type=float, metavar="GIB", help="of a GPU of another kind")
+    planned.add_argument("--rates", type=Path, metavar="FILE", help="TOML file of rates in place of the usual ones")
+
+
+def _serve(verb: Any) -> argparse.ArgumentParser:
     serve = verb("serve", "answer OpenAI and Anthropic SDKs with a model, and record what it samples",
                  "[ENV] [--model M] [options]", True)
     serve.add_argument("--model", help="as for train, tiny if there is an ENV; a run's model is in RUN/model")
@@ -75,14 +98,10 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     serve.add_argument("--out", metavar="FILE", help="append each session's trajectory as a line of JSON")
     serve.add_argument("--idle-timeout", type=float, default=3600.0, metavar="SECONDS",
                        help="ends a session that is asked for nothing (default 3600)")
-    sft = verb("sft", "train a model on conversations, or on the rollouts of a run",
-               "DATA [DATA ...] [--model M] [options] [--SETTING VALUE ...]", True)
-    sft.add_argument("--model", help="hub name, local folder, smollm2-135m (default) or tiny")
-    sft.add_argument("--out", metavar="DIR", help="folder of the run; without it, a new one under runs/")
-    sft.add_argument("--epochs", type=int, metavar="N", help="passes over the data (default 1)")
-    sft.add_argument("--steps", type=int, metavar="N", help="optimizer updates, in place of epochs")
-    sft.add_argument("--seed", type=int, metavar="S", help="fixes the order and what is held out (default 0)")
-    sft.add_argument("--resume", metavar="DIR", help="go on with this run; auto: with --out or the latest one")
+    return serve
+
+
+def _export(verb: Any) -> None:
     export = verb("export", "write the model of a checkpoint as a folder for transformers and vLLM",
                   "RUN_OR_CHECKPOINT --out DIR [--dtype T] [--step N|best] [--model DIR]")
     export.add_argument("source", help="folder of a run or of a checkpoint")
@@ -90,12 +109,6 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     export.add_argument("--dtype", help="of the weights, such as float32; without it, the one in which each came")
     export.add_argument("--step", metavar="N|best", help="of a run, which checkpoint; without it, the newest")
     export.add_argument("--model", metavar="DIR", help="where the model is now with which training began")
-    for overridable in (train, sft, distill, evaluate, rollout, serve):
-        overridable.add_argument(
-            "--config", metavar="FILE", help="TOML file with settings, such as a run's config.toml"
-        )
-    _verbs_about_envs(verb)
-    return parser
 
 
 def _verbs_about_envs(verb: Any) -> None:
