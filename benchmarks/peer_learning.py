@@ -1,14 +1,16 @@
-"""Learning curves beside TRL's GRPOTrainer: the same model, tasks, rewards, sizes and rate, by step and by second.
+r"""Learning curves beside TRL's GRPOTrainer: the same model, tasks, rewards, sizes and rate, by step and by second.
 
     pip install --no-deps trl datasets         beside this package
     python benchmarks/peer_learning.py --result NAME                                       the tiny model, anywhere
-    python benchmarks/peer_learning.py --model smollm2-135m --steps 200 --vllm --lr 1e-5 --result NAME     on a GPU
+    python benchmarks/peer_learning.py --model smollm2-135m --steps 200 --vllm --lr 2e-5 --tokens 128 --context 768 \
+        --dtype bfloat16 --every 50 --jobs 2 --share 0.15 --result NAME                            on a GPU
 
 Both start from the same weights and take one turn a task, `--prompts` tasks of `--group` rollouts a step, GRPO with
 clipping at .2, the mean over tokens, no KL, AdamW at a constant rate. Rewards are the environment's own: TRL's reward
 function steps it. Seconds are those of steps; evaluations and checkpoints are left out. Scores are those of
 `molt_gym.evaluate`, greedy, on `--episodes` held-out tasks; TRL's are taken from its checkpoints, after it has ended.
-Each run is a process of its own, one after the other; one whose result is in `--out` already is not done again.
+Each run is a process of its own, `--jobs` of them at a time; with two, both sides of an environment and a seed share the
+machine, and their seconds are those of sharing it. One whose result is in `--out` already is not done again.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, islice, product
 from pathlib import Path
 from statistics import fmean
@@ -146,8 +149,11 @@ def main(options: argparse.Namespace) -> None:
     """All runs, the table, the picture."""
     options.out.mkdir(parents=True, exist_ok=True)
     curves: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for env, seed, side in product(options.envs, range(options.seeds), SIDES):
-        curves[env, seed, side] = curve = learn(side, env, seed, options)
+    runs = list(product(options.envs, range(options.seeds), SIDES))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = pool.map(lambda run: learn(run[2], run[0], run[1], options), runs)
+        curves.update(zip(runs, found, strict=True))
+    for (env, seed, side), curve in curves.items():
         print(env, seed, side, " → ".join(f"{value:.3f}" for _, value in curve["scores"]),
               f"{sum(curve['seconds']):.0f} s", flush=True)
     lines = ["| env, seed | side | held-out score before → after | mean reward, all steps | seconds, all steps |",
@@ -195,7 +201,7 @@ if __name__ == "__main__":
     parser.add_argument("--envs", nargs="+", default=list(ENVS))
     parser.add_argument("--model", default="tiny")
     for name, default in {"steps": 40, "seeds": 2, "every": 10, "episodes": 128, "prompts": 16, "group": 8,
-                          "tokens": 40, "context": 512, "micro": 64, "micro_tokens": 8192}.items():
+                          "tokens": 40, "context": 512, "micro": 64, "micro_tokens": 8192, "jobs": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of computing")
