@@ -44,7 +44,7 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm":
 def ours(env: str, model: Path, out: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train here; the curve."""
     engine = {"engine": "vllm", "rollout.engine_args.gpu_memory_utilization": options.share} if options.vllm else {}
-    molt_gym.train(env, model, out=out, steps=options.steps, seed=seed, **engine, **{
+    molt_gym.train(env, model, out=out, steps=options.steps, seed=seed, env_kwargs=world(env, options), **engine, **{
         "eval.every": options.every, "eval.episodes": options.episodes, "checkpoint.every": 0,
         "rollout.groups_per_step": options.prompts, "rollout.group_size": options.group, "rollout.max_turns": 1,
         "rollout.max_tokens": options.tokens, "rollout.max_concurrency": options.prompts * options.group,
@@ -65,13 +65,13 @@ def trl(env: str, model: Path, out: Path, seed: int, options: argparse.Namespace
     from trl import GRPOConfig, GRPOTrainer
 
     seconds, rewards, began = list[float](), defaultdict[int, list[float]](list), [0.0]
-    world = molt_gym.make(env)
+    game = molt_gym.make(env, **world(env, options))
 
     def reward(completions: list[list[dict[str, str]]], task: list[int], **_: Any) -> list[float]:
         values = []
         for index, completion in zip(task, completions, strict=True):
-            world.reset(options={"index": index})
-            values.append(world.step({"role": "assistant", "content": completion[0]["content"]})[1])
+            game.reset(options={"index": index})
+            values.append(game.step({"role": "assistant", "content": completion[0]["content"]})[1])
         rewards[len(seconds)] += values
         return values
 
@@ -82,8 +82,8 @@ def trl(env: str, model: Path, out: Path, seed: int, options: argparse.Namespace
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds.append(time.perf_counter() - began[0])
 
-    rows = [{"prompt": world.reset(options={"index": index})[0]["messages"], "task": index}
-            for index in islice(tasks(world, seed), options.steps * options.prompts)]
+    rows = [{"prompt": game.reset(options={"index": index})[0]["messages"], "task": index}
+            for index in islice(tasks(game, seed), options.steps * options.prompts)]
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
             "vllm_max_model_length": options.context} if options.vllm else {}
     rollouts = options.prompts * options.group
@@ -105,11 +105,16 @@ def trl(env: str, model: Path, out: Path, seed: int, options: argparse.Namespace
     return {"rewards": [fmean(rewards[step]) for step in range(options.steps)], "seconds": seconds, "scores": scores}
 
 
-def tasks(world: Any, seed: int) -> Iterator[int]:
+def world(env: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the environment is made with."""
+    return {"sandbox": options.sandbox} if options.sandbox and env.startswith("CodeExec") else {}
+
+
+def tasks(env: Any, seed: int) -> Iterator[int]:
     """In the order in which a run here takes them."""
     from molt_gym.trainers.rollout.pool import TaskStream
 
-    stream = TaskStream(world.unwrapped.num_tasks, seed)
+    stream = TaskStream(env.unwrapped.num_tasks, seed)
     position = 0
     while True:
         yield stream[position]
@@ -118,7 +123,7 @@ def tasks(world: Any, seed: int) -> Iterator[int]:
 
 def score(env: str, model: Path, seed: int, options: argparse.Namespace) -> float:
     """Held-out."""
-    result = molt_gym.evaluate(env, model, episodes=options.episodes, seed=seed, **{
+    result = molt_gym.evaluate(env, model, episodes=options.episodes, seed=seed, env_kwargs=world(env, options), **{
         "rollout.dtype": options.dtype, "rollout.max_turns": 1, "rollout.max_tokens": options.tokens,
         "rollout.max_context": options.context, "rollout.max_concurrency": options.prompts * options.group})
     return result.pass_at[1]
@@ -151,8 +156,8 @@ def main(options: argparse.Namespace) -> None:
     curves: dict[tuple[str, int, str], dict[str, Any]] = {}
     runs = list(product(options.envs, range(options.seeds), SIDES))
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = pool.map(lambda run: learn(run[2], run[0], run[1], options), runs)
-        curves.update(zip(runs, found, strict=True))
+        found = [pool.submit(learn, side, env, seed, options) for env, seed, side in runs]
+    curves.update(zip(runs, (future.result() for future in found), strict=True))
     for (env, seed, side), curve in curves.items():
         print(env, seed, side, " → ".join(f"{value:.3f}" for _, value in curve["scores"]),
               f"{sum(curve['seconds']):.0f} s", flush=True)
@@ -207,6 +212,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of computing")
     parser.add_argument("--vllm", action="store_true", help="both sides sample with vLLM, on the GPU they train on")
     parser.add_argument("--share", type=float, default=0.35, help="of the GPU's memory that vLLM takes")
+    parser.add_argument("--sandbox", help="of CodeExec-v0, where bubblewrap is not to be had: subprocess")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds a run may take")
     parser.add_argument("--out", type=Path, default=Path("runs/peer-learning"), help="folder of the runs")
     parser.add_argument("--result", help="name of a file in benchmarks/results")
