@@ -9,20 +9,22 @@ Both start from the same weights and take one turn a task, `--prompts` tasks of 
 clipping at .2, the mean over tokens, no KL, AdamW at a constant rate. Rewards are the environment's own: TRL's reward
 function steps it. Seconds are those of steps; evaluations and checkpoints are left out. Scores are those of
 `molt_gym.evaluate`, greedy, on `--episodes` held-out tasks; TRL's are taken from its checkpoints, after it has ended.
-Each run is a process of its own, `--jobs` of them at a time; with two, both sides of an environment and a seed share the
-machine, and their seconds are those of sharing it. One whose result is in `--out` already is not done again.
+Each run is a process of its own, `--jobs` of them at a time; with two, both sides of an environment and a seed share
+the machine, and their seconds are those of sharing it. One whose result is in `--out` already is not done again.
 """
 
 import argparse
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, islice, product
 from pathlib import Path
 from statistics import fmean
@@ -38,12 +40,15 @@ from molt_gym.trainers.run_dir import read_metrics
 SIDES = ("molt-gym", "TRL")
 COLOURS = {"molt-gym": "#2563eb", "TRL": "#ea580c"}
 ENVS = ("CodeExec-v0", "Math-v0")
+CACHE = 6 * 2**30
+"""Bytes of vLLM's cache; it cannot measure what is left while others start on the same GPU."""
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
 
 
 def ours(env: str, model: Path, out: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train here; the curve."""
-    engine = {"engine": "vllm", "rollout.engine_args.gpu_memory_utilization": options.share} if options.vllm else {}
+    engine = {"engine": "vllm", "rollout.engine_args.gpu_memory_utilization": options.share,
+              "rollout.engine_args.kv_cache_memory_bytes": CACHE} if options.vllm else {}
     molt_gym.train(env, model, out=out, steps=options.steps, seed=seed, env_kwargs=world(env, options), **engine, **{
         "eval.every": options.every, "eval.episodes": options.episodes, "checkpoint.every": 0,
         "rollout.groups_per_step": options.prompts, "rollout.group_size": options.group, "rollout.max_turns": 1,
@@ -63,7 +68,10 @@ def trl(env: str, model: Path, out: Path, seed: int, options: argparse.Namespace
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
 
+    if options.vllm:
+        vllm_generation.LLM = partial(vllm_generation.LLM, kv_cache_memory_bytes=CACHE)
     seconds, rewards, began = list[float](), defaultdict[int, list[float]](list), [0.0]
     game = molt_gym.make(env, **world(env, options))
 
@@ -136,10 +144,18 @@ def learn(side: str, env: str, seed: int, options: argparse.Namespace) -> dict[s
     if not result.exists():
         with log.open("w") as written:
             code = subprocess.call([sys.executable, __file__, *sys.argv[1:], "--one", side, env, str(seed)],
-                                   stdout=written, stderr=subprocess.STDOUT, timeout=options.deadline)
+                                   stdout=written, stderr=subprocess.STDOUT, timeout=options.deadline,
+                                   env=os.environ | {"MASTER_PORT": str(free_port())})
         if code:
             raise RuntimeError(f"{side}, {env}, seed {seed}: ended with {code}; see {log}")
     return json.loads(result.read_text())
+
+
+def free_port() -> int:
+    """For TRL, which takes the same port in every run otherwise."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def one(side: str, env: str, seed: int, options: argparse.Namespace) -> None:

@@ -25,10 +25,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,9 +41,9 @@ import molt_gym
 
 GROUP = 8
 SIDES = {
+    "TRL": ("trl", {}),
     "molt-gym, on-policy": ("ours", {}),
     "molt-gym, one version behind": ("ours", {"rollout.max_staleness": 1}),
-    "TRL": ("trl", {}),
 }
 FOUR_B = dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
               num_key_value_heads=8, head_dim=128, vocab_size=151_936)
@@ -63,25 +63,31 @@ def make_model(folder: Path, shape: str) -> None:
     make_tokenizer(sizes["vocab_size"]).save_pretrained(folder)
 
 
-def ours(model: Path, out: Path, options: argparse.Namespace, settings: dict[str, Any]) -> list[dict[str, float]]:
-    """A line a step."""
+def ours(model: Path, out: Path, options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Train until `run` has seen enough steps."""
     molt_gym.register("Arithmetic-v0", "rollout_in_training:Arithmetic", max_episode_steps=1)
     engine = {} if options.no_vllm else {"engine": "vllm", "rollout.engine_args.gpu_memory_utilization": options.share}
-    molt_gym.train("Arithmetic-v0", model, out=out, steps=options.steps, **engine, **{
+    molt_gym.train("Arithmetic-v0", model, out=out, steps=options.steps + 1, **engine, **{
         "env_kwargs.length": options.prompt, "eval.before": False, "eval.after": False, "checkpoint.every": 0,
         "rollout.groups_per_step": options.prompts, "rollout.group_size": GROUP, "rollout.max_tokens": options.tokens,
         "rollout.max_context": options.prompt + options.tokens + 64, "actor.lr": 1e-6,
         "rollout.max_concurrency": options.prompts * GROUP + 1, "actor.micro_batch_tokens": options.micro_tokens,
         "actor.activation_checkpointing": options.checkpointing, "actor.compile": options.compile, **settings})
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(out: Path) -> list[dict[str, float]]:
+    """A line a step of ours, so far."""
+    path = out / "metrics.jsonl"
+    lines = [json.loads(line) for line in (path.read_text() if path.exists() else "").splitlines(keepends=True)
+             if line.endswith("\n")]
     return [{"tokens": line["rollout/length_mean"] * line["rollout/count"], "step": line["time/step"],
              "sample": line["time/rollout"], "weights": line["time/weights"], "train": line["time/train"],
              "engine": line["time/generate"], "actor": line["time/train"] + line.get("time/logprobs", 0.0)}
             for line in lines if "time/step" in line]
 
 
-def trl(model: Path, out: Path, options: argparse.Namespace, _: dict[str, Any]) -> list[dict[str, float]]:
-    """The same with TRL; its tokens are those that its rewards were asked about."""
+def trl(model: Path, out: Path, options: argparse.Namespace, _: dict[str, Any]) -> None:
+    """The same with TRL, and leave a line a step; its tokens are those that its rewards were asked about."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -135,7 +141,7 @@ def trl(model: Path, out: Path, options: argparse.Namespace, _: dict[str, Any]) 
         generation.generate = timed("sample", generation.generate)
         generation.sync_weights = timed("weights", generation.sync_weights)
     trainer.train()
-    return lines
+    Path(f"{out}.json").write_text(json.dumps(lines))
 
 
 def run(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -143,28 +149,28 @@ def run(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float
     out = folder / f"run-{list(SIDES).index(name)}"
     command = [sys.executable, __file__, *sys.argv[1:], "--side", name, str(folder), str(out)]
     process = subprocess.Popen(command, start_new_session=True)
-    most, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while torch.cuda.is_available() and not over.wait(0.2):
-            free, total = torch.cuda.mem_get_info()
-            most[0] = max(most[0], (total - free) / 2**30)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    most, lines, end = 0.0, list[dict[str, float]](), time.monotonic() + options.deadline
     try:
-        if process.wait(options.deadline):
+        while process.poll() is None and len(lines) < options.steps:
+            if time.monotonic() > end:
+                raise SystemExit(f"{name}: {len(lines)} steps in {options.deadline:g} s; write a larger --deadline")
+            time.sleep(0.2)
+            lines = steps(out)
+            if torch.cuda.is_available():
+                free, total = torch.cuda.mem_get_info()
+                most = max(most, (total - free) / 2**30)
+        if process.poll():
             raise SystemExit(f"{name}: ended with {process.returncode}")
     finally:
-        over.set()
-        if process.poll() is None:
+        # Ours would go on to write a checkpoint, which takes longer than the steps.
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    lines = json.loads(Path(f"{out}.json").read_text())
+        process.wait()
+    lines = lines or json.loads(Path(f"{out}.json").read_text())
     later = lines[2:] or lines
     means = {key: fmean(line[key] for line in later) for key in later[0]}
     return means | {"rate": sum(line["tokens"] for line in later) / sum(line["step"] for line in later),
-                    "memory": most[0]}
+                    "memory": most}
 
 
 def main(options: argparse.Namespace) -> None:
@@ -174,19 +180,18 @@ def main(options: argparse.Namespace) -> None:
     if options.side:
         name, folder, out = options.side
         side, settings = SIDES[name]
-        lines = globals()[side](Path(folder, "model"), Path(out), options, settings)
-        Path(f"{out}.json").write_text(json.dumps(lines))
+        globals()[side](Path(folder, "model"), Path(out), options, settings)
         return
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), options.shape)
         torch.cuda.empty_cache()
-        for name in reversed(SIDES):
+        for name in SIDES:
             try:
                 found[name] = run(name, Path(folder), options)
                 print(name, found[name], flush=True)
-            except (SystemExit, subprocess.TimeoutExpired) as error:
-                print(f"{name}: {error}", flush=True)
+            except SystemExit as error:
+                print(error, flush=True)
     peer = found.get("TRL", {}).get("rate")
     lines = ["| | tokens/s | over TRL | tokens a step | step, s | sampling, s | weights, s | training, s | GPU, GiB | "
              "over engine + actor | over the longer |", "|---|---|---|---|---|---|---|---|---|---|---|"]

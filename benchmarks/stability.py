@@ -5,8 +5,8 @@
 
 A model of random weights trains one version behind, so that every update of the engine's weights finds requests in
 flight. `--minutes` after the first three steps, which compile, fill the pool and grow caches and are left out, it is
-asked to stop as by Ctrl-C. Of each measure a line: its mean in each third of the run, and its slope, in per cent of
-the mean for a tenth of the run, with the slope's standard error. Memory is what this process and all its
+killed. Of each measure a line: its mean in each third of the run, and its slope, in per cent of
+the mean for a tenth of the run, with the slope's standard error. Memory is what its process and all
 descendants have to themselves, and of the GPU; both are looked at once a second.
 """
 
@@ -15,9 +15,9 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,54 +41,55 @@ WATCHED = {"gpu": "GPU's memory in use, GiB", "memory": "memory of all processes
            "threads": "threads", "processes": "processes"}
 
 
-def look() -> dict[str, float]:
-    """At this process and its descendants."""
+def look(process: psutil.Process) -> dict[str, float]:
+    """At a process and its descendants."""
     found = dict.fromkeys(WATCHED, 0.0)
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         found["gpu"] = (total - free) / 2**30
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
+    for one in [process, *process.children(recursive=True)]:
         with suppress(psutil.Error):
-            found["memory"] += process.memory_full_info().uss / 2**30
-            found["files"] += process.num_fds()
-            found["threads"] += process.num_threads()
+            found["memory"] += one.memory_full_info().uss / 2**30
+            found["files"] += one.num_fds()
+            found["threads"] += one.num_threads()
             found["processes"] += 1
     return found
 
 
-def train(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """The lines of the steps but for the first, and what was seen of the processes meanwhile."""
-    looks, over = list[dict[str, float]](), threading.Event()
-
-    def watch() -> None:
-        end = None
-        while not over.wait(1.0):
-            if end is None and len(steps(folder)) >= FIRST:
-                end = time.monotonic() + 60 * options.minutes
-            if end is not None:
-                looks.append(look())
-                if time.monotonic() > end:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-
+def train(folder: Path, options: argparse.Namespace) -> None:
+    """Until `watch` has seen enough."""
     molt_gym.register("Arithmetic-v0", "rollout_in_training:Arithmetic", max_episode_steps=1)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    molt_gym.train("Arithmetic-v0", folder / "model", out=folder / "run", steps=10**6, engine="vllm", **{
+        "env_kwargs.length": options.prompt, "eval.before": False, "eval.after": False, "checkpoint.every": 0,
+        "rollout.groups_per_step": options.prompts, "rollout.group_size": GROUP,
+        "rollout.max_tokens": options.tokens, "rollout.max_context": options.prompt + options.tokens + 64,
+        "rollout.max_concurrency": 2 * options.prompts * GROUP, "rollout.max_staleness": 1, "actor.lr": options.lr,
+        "rollout.engine_args.gpu_memory_utilization": options.share,
+        "actor.micro_batch_tokens": options.micro_tokens})
+
+
+def watch(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The lines of the steps but for the first, and what was seen of a run's processes meanwhile; it has ended."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--train", str(folder)]
+    process = subprocess.Popen(command, start_new_session=True)
+    looks, end, late = list[dict[str, float]](), None, time.monotonic() + options.patience
     try:
-        molt_gym.train("Arithmetic-v0", folder / "model", out=folder / "run", steps=10**6, engine="vllm", **{
-            "env_kwargs.length": options.prompt, "eval.before": False, "eval.after": False, "checkpoint.every": 0,
-            "rollout.groups_per_step": options.prompts, "rollout.group_size": GROUP,
-            "rollout.max_tokens": options.tokens, "rollout.max_context": options.prompt + options.tokens + 64,
-            "rollout.max_concurrency": 2 * options.prompts * GROUP, "rollout.max_staleness": 1, "actor.lr": options.lr,
-            "rollout.engine_args.gpu_memory_utilization": options.share,
-            "actor.micro_batch_tokens": options.micro_tokens})
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
+        while end is None or time.monotonic() < end:
+            time.sleep(1.0)
+            if process.poll() is not None:
+                raise SystemExit(f"the run ended with {process.returncode}")
+            if end is not None:
+                looks.append(look(psutil.Process(process.pid)))
+            elif len(steps(folder)) >= FIRST:
+                end = time.monotonic() + 60 * options.minutes
+            elif time.monotonic() > late:
+                raise SystemExit(f"{len(steps(folder))} steps in {options.patience:g} s")
+        return steps(folder)[FIRST:], looks
     finally:
-        over.set()
-        watcher.join()
-    return steps(folder)[FIRST:], looks
+        # It would go on to write a checkpoint.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def steps(folder: Path) -> list[dict[str, float]]:
@@ -116,10 +117,13 @@ def main(options: argparse.Namespace) -> None:
     here = Path(__file__).resolve().parent
     # Envs are made in other processes too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+    if options.train:
+        train(options.train, options)
+        return
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder, "model"), options.shape)
         torch.cuda.empty_cache()
-        lines, seen = train(Path(folder), options)
+        lines, seen = watch(Path(folder), options)
     if len(lines) < 9:
         raise SystemExit(f"{len(lines)} steps are too few for a trend; write more --minutes")
     table = ["| | first third | second | last | slope of a tenth of the run |", "|---|---|---|---|---|",
@@ -144,5 +148,7 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--share", type=float, default=0.35, help="of the GPU's memory that vLLM takes")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds that the first steps may take")
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", help="name of a file in benchmarks/results")
     main(parser.parse_args())
