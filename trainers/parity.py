@@ -68,8 +68,14 @@ class ParityProbe:
         Raises:
             RunFailed: it is too large.
         """
-        scores = await engine.scores(self.ids, self.images)
-        ours = expected or await self.expected(actor)
+        asked = None if expected else asyncio.ensure_future(self.expected(actor))
+        try:
+            scores = await engine.scores(self.ids, self.images)
+        finally:
+            if asked is not None:
+                # A thread asks, which cannot be cancelled, and the actor is not to be used from two.
+                await asyncio.wait([asked])
+        ours = expected or asked.result()
         names = [f"engine {number} of {len(scores)}" for number in range(1, len(scores) + 1)]
         return max(self._compare(name if len(scores) > 1 else "the engine", engine.version, theirs, ours)
                    for name, theirs in zip(names, scores, strict=True))

@@ -1,7 +1,7 @@
 """Ways to wait for work that must not be cut off, or needs attention meanwhile."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -45,3 +45,26 @@ async def attended(
         return await task
     finally:
         task.cancel()
+
+
+async def threaded(items: Iterator[T], *, ahead: bool) -> AsyncGenerator[T, None]:
+    """What an iterator that takes its time gives, made in a thread; once this is closed, the iterator is at rest.
+
+    Args:
+        items: none of them None.
+        ahead: whether to begin with the next one while one is in use.
+    """
+    def begin() -> "asyncio.Future[T | None]":
+        return asyncio.ensure_future(asyncio.to_thread(next, items, None))
+
+    coming = begin()
+    try:
+        # A thread cannot be cancelled.
+        while (item := await asyncio.shield(coming)) is not None:
+            coming = begin() if ahead else coming
+            yield item
+            coming = coming if ahead else begin()
+    finally:
+        await asyncio.wait([coming])
+        # Of no interest to who closes this.
+        coming.exception()

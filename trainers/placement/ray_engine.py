@@ -4,7 +4,7 @@ Invariant: prompts and replies go from the asking process to the engine's node a
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from molt_gym.tokens import Generation, Renderer
 
 from ..rollout.engine import Request, refusal
 from ..rollout.vllm_engine import VllmEngine
+from ..waiting import threaded
 from .ray_actor import RankWeights, RemoteBucket, RemoteSender
 from .ray_host import LOOK, Calls, RayHost
 
@@ -94,7 +95,7 @@ class RayVllmEngine(VllmEngine):
         await super().pause()
         self._busy = await self._answer("busy", asyncio.wrap_future(self._host.busy()), LOOK + 10)
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncGenerator[Any, None]:
         """Announcements of buckets, which stay in the ranks.
 
         Raises:
@@ -102,7 +103,7 @@ class RayVllmEngine(VllmEngine):
         """
         if not isinstance(weights, RankWeights):
             raise TypeError(f"weights: {type(weights).__name__}; an engine behind Ray takes those of a RayActor")
-        return weights.buckets(self._dtype, self._spec.backend)
+        return threaded(weights.buckets(self._dtype, self._spec.backend), ahead=False)
 
     async def take(self, bucket: Any) -> None:
         """Have one bucket sent.

@@ -5,8 +5,9 @@ engines take the same buckets of one pass over the weights.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,8 +39,8 @@ class Member(RolloutEngine, Protocol):
         """Expect new weights, while paused."""
         ...
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Any]:
-        """Buckets that each of the engines takes; they are made off the event loop."""
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncGenerator[Any, None]:
+        """Buckets that each of the engines takes, made off the event loop; to be closed."""
         ...
 
     async def take(self, bucket: Any) -> None:
@@ -160,10 +161,10 @@ class EngineFleet:
         try:
             await self._each(lambda engine: engine.begin_update())
             self._require()
-            packed = self._members[0].pack(weights)
-            # The iterator may gather from other ranks, so it is not advanced on the event loop.
-            while self._members and (bucket := await asyncio.to_thread(next, packed, None)) is not None:
-                await self._each(lambda engine, bucket=bucket: engine.take(bucket))
+            async with aclosing(self._members[0].pack(weights)) as packed:
+                async for bucket in packed:
+                    await self._each(lambda engine, bucket=bucket: engine.take(bucket))
+                    self._require()
             await self._each(lambda engine: engine.end_update(version))
             self._require()
         except BaseException as error:

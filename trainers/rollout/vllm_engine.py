@@ -8,8 +8,9 @@ that equal runs can differ in the last bits; and on GPUs seeds are not used.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from molt_gym.images import ImageSpan
 from molt_gym.tokens import Generation, Renderer
 
 from ..architecture import EXPERTS, check_architecture
+from ..waiting import threaded
 from .busy_clock import BusyClock
 from .engine import Request, refusal
 from .vllm_process import HostProcess
@@ -178,10 +180,9 @@ class VllmEngine:
             raise RuntimeError("update_weights needs a paused engine; call pause() first")
         try:
             await self.begin_update()
-            packed = self.pack(weights)
-            # The iterator may gather from other ranks, so it is not advanced on the event loop.
-            while (bucket := await asyncio.to_thread(next, packed, None)) is not None:
-                await self.take(bucket)
+            async with aclosing(self.pack(weights)) as packed:
+                async for bucket in packed:
+                    await self.take(bucket)
             await self.end_update(version)
         except BaseException as error:
             words = RunFailed(f"the engine ended as its weights were not updated: {error}")
@@ -195,9 +196,10 @@ class VllmEngine:
         await self._wake("weights")
         await self._call("start_update", timeout=self._transfer_timeout)
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
-        """What `take` takes; engines of the same dtype on the same device may share it."""
-        return buckets(weights, self._dtype, self._device)
+    def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncGenerator[Bucket, None]:
+        """What `take` takes, to be closed; engines of the same dtype on the same device may share it."""
+        # Two groups of NCCL at work on a GPU at the same time can wait for each other.
+        return threaded(buckets(weights, self._dtype, self._device), ahead=self._spec.backend != "nccl")
 
     async def take(self, bucket: Bucket) -> None:
         """Send one bucket."""

@@ -20,6 +20,7 @@ from molt_gym.trainers.rollout.pool import Plan, Pool
 from molt_gym.trainers.rollout.runner import Limits, Runner
 from molt_gym.trainers.rollout.seats import TokenSeat
 from molt_gym.trainers.step_metrics import rollout_metrics
+from molt_gym.trainers.waiting import threaded
 
 GROUPS, SIZE, GROUPS_PER_STEP = 250, 8, 50
 DEADLINE = 2.0
@@ -102,7 +103,7 @@ class Noisy:
         assert self.paused
 
     def pack(self, weights):
-        yield from weights
+        return threaded(iter(weights), ahead=False)
 
     async def take(self, bucket):
         pass

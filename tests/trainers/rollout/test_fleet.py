@@ -14,6 +14,7 @@ from molt_gym.tokens import Generation, Sampling
 from molt_gym.trainers.rollout import router as router_module
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.fleet import EngineFleet
+from molt_gym.trainers.waiting import threaded
 
 WAIT = 10.0
 MAX_RESTARTS = 8
@@ -87,7 +88,7 @@ class Scripted:
         assert self.paused
 
     def pack(self, weights):
-        yield from (name for name, _ in weights)
+        return threaded((name for name, _ in weights), ahead=False)
 
     async def take(self, bucket):
         await self._call("take")
