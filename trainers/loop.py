@@ -274,6 +274,8 @@ class Loop:
         return await finished(work, self._interrupted, self.progress.message)
 
     async def _interrupted(self) -> None:
+        if not self._stopping:
+            self.progress.message("ending; what is under way is finished first")
         self._stopping = True
         # A step that waits for it is given up: the one that is evaluated was saved.
         await self.evaluations.cancel()

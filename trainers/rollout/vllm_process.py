@@ -26,6 +26,17 @@ from .vllm_spec import HostSpec, environment
 
 _CORE_ERROR = re.compile(r"\((?:EngineCore|Worker)\S* pid=\d+\) ERROR [^\]]*\]\s*(\S.*)")
 
+_MEMORY = "rollout.engine_args.gpu_memory_utilization"
+ADVICE = {
+    "No available memory for the cache blocks": f"""\
+write a larger {_MEMORY}; where other processes start on the same GPU at the same time, vLLM counts what they take as
+its own: tell it the bytes of its cache, rollout.engine_args.kv_cache_memory_bytes""",
+    "is less than desired GPU memory utilization": f"""\
+others hold that memory; write a smaller {_MEMORY}, a share of the whole GPU""",
+    "larger than the available KV cache memory": f"""\
+write a smaller rollout.max_context or a larger {_MEMORY}""",
+}
+"""By what vLLM says: what to write instead, by our names of its options."""
 LAST_LINES = 15
 """Of the log, in errors."""
 CLOSE_TIMEOUT = 10.0
@@ -143,8 +154,9 @@ class HostProcess:
 
 
 def telling(log: str) -> str:
-    """The lines that tell what went wrong: the last errors of vLLM's own processes, or the end of the log."""
+    """What tells what went wrong: the last errors of vLLM's own processes, or the end of the log; and advice."""
     lines = log.splitlines()
     # What they died of is above what that made their client say.
     errors = [match[1] for line in lines if (match := _CORE_ERROR.match(line))]
-    return "\n".join((errors or lines)[-LAST_LINES:])
+    told = "\n".join((errors or lines)[-LAST_LINES:])
+    return "\n".join([told, *(advice.replace("\n", " ") for words, advice in ADVICE.items() if words in told)])

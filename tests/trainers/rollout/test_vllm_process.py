@@ -29,6 +29,19 @@ def test_without_one_the_end_of_the_log_is_told():
     assert telling("\n".join(lines)).splitlines() == lines[25:]
 
 
+@pytest.mark.parametrize("words, option", [
+    ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+     "rollout.engine_args.kv_cache_memory_bytes"),
+    ("ValueError: Free memory on device cuda:0 (9.1/139.8 GiB) on startup is less than desired GPU memory utilization",
+     "rollout.engine_args.gpu_memory_utilization"),
+    ("ValueError: To serve at least one request with the models's max seq len (4096), (0.44 GiB KV cache is needed, "
+     "which is larger than the available KV cache memory (0.12 GiB).", "rollout.max_context"),
+])
+def test_where_memory_is_missing_the_option_to_write_is_told_by_its_name_here(words, option):
+    told = telling(f"(EngineCore pid=77) ERROR 11-29 20:20:14 [core.py:1512] {words}\n").splitlines()
+    assert told[0] == words and option in told[1] and len(told) == 2
+
+
 def test_sockets_find_room_where_the_folder_of_temporary_files_has_a_long_path(tmp_path, monkeypatch):
     folder = tmp_path / ("long-" * 12)
     folder.mkdir()
