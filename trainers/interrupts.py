@@ -8,9 +8,9 @@ taken back by `retake`.
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
@@ -55,6 +55,19 @@ def retake() -> None:
             signal.signal(number, handler)
             # As asyncio has it, system calls go on after a signal.
             signal.siginterrupt(number, False)
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Processes that are started within are not ended by a SIGTERM to all of a run's, which is for this one to heed.
+
+    Torch compiles in such processes, and waits for ever for those that are gone; they end with this process.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _defaults() -> list[signal.Signals]:

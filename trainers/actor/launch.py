@@ -27,6 +27,7 @@ import torch.distributed as dist
 from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.images import ImageSpan
 
+from ..interrupts import spared
 from ..models.quiet import quiet_libraries
 from .actor import ActorLost, ActorSpec
 from .admission import admitted
@@ -64,7 +65,7 @@ class LocalActor:
             for rank in range(1, ranks):
                 self._ranks.append(_start(spec, rank, ranks, store.port))
             self._confirm()
-            with self._together():
+            with self._together(), spared():
                 join_group(store, 0, ranks)
                 self._first = FsdpActor(spec)
         except BaseException:
@@ -148,7 +149,7 @@ class LocalActor:
 
     def _call(self, name: str, *arguments: object) -> Any:
         self._send(name, *arguments)
-        with self._together():
+        with self._together(), spared():
             return getattr(self._first, name)(*arguments)
 
     def _send(self, name: str, *arguments: object) -> None:
