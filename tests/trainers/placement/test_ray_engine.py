@@ -90,8 +90,7 @@ def single(actors: Callable[[int], Any]) -> Any:
 async def update(engines: list[Any], actor: Any, version: int) -> None:
     await within(*(engine.pause() for engine in engines))
     await within(*(engine.begin_update() for engine in engines))
-    packed = engines[0].pack(actor.weights())
-    while (bucket := await asyncio.to_thread(next, packed, None)) is not None:
+    async for bucket in engines[0].pack(actor.weights()):
         await within(*(engine.take(bucket) for engine in engines))
     await within(*(engine.end_update(version) for engine in engines))
     await within(*(engine.resume() for engine in engines))
@@ -199,12 +198,12 @@ async def test_an_engine_that_is_killed_in_an_update_is_told_everywhere_and_the_
     future.add_done_callback(lambda _: known.append(proxy.ended))
     await within(other.begin_update(), engine.begin_update())
     packed = other.pack(actor.weights())
-    bucket = next(packed)
+    bucket = await anext(packed)
     os.kill(group, signal.SIGKILL)
     good, bad = await asyncio.wait_for(asyncio.gather(other.take(bucket), engine.take(bucket), return_exceptions=True),
                                        WAIT)
     assert good is None and isinstance(bad, RunFailed) and not isinstance(bad, ActorLost)
-    assert next(packed, None) is None
+    assert await anext(packed, None) is None
     await within(other.end_update(5), until(lambda: engine.ended is not None))
     await other.resume()
     assert "exit code -9" in str(engine.ended) and "engine.log" in str(engine.ended)
