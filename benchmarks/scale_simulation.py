@@ -81,7 +81,7 @@ def cluster(shape: Shape, gpus: int, rates: Rates, driver: float) -> tuple[Run, 
     a, at_64 = engine.step(0, 0), engine.step(64, prompt + mean / 2)
     rollouts = 64 * engines
     work = (operations(shape, prompt, mean, rollouts, rollouts // 8), rollouts * mean + rollouts // 8 * prompt)
-    buckets = math.ceil(2 * shape.parameters() / BUCKET_BYTES)
+    buckets = math.ceil(2 * shape.parameters() / BUCKET_BYTES["cuda"])
     messages = buckets * engines
     sent = rates.weights.fixed + 2 * shape.parameters() / rates.weights.bytes_per_s
     run = Run(groups=rollouts // 8, size=8, stale=0 if gpus == 1 else 1, engines=engines, a=a, b=(at_64 - a) / 64,

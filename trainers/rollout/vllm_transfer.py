@@ -27,7 +27,8 @@ from torch import Tensor
 
 from .vllm_spec import Backend
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""By the kind of device where buckets are made. On a GPU the messages for one, some 5 ms, take longer than its bytes."""
 TIMEOUT = 300.0
 """Seconds for one bucket, and for all to join, unless told otherwise."""
 BUCKET_FILE = "bucket.safetensors"
@@ -45,8 +46,9 @@ class Bucket:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device,
-            limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Pack parameters as they come; `limit` in bytes."""
+            limit: int | None = None) -> Iterator[Bucket]:
+    """Pack parameters as they come; limit: in bytes, instead of `BUCKET_BYTES`."""
+    limit = BUCKET_BYTES[device.type] if limit is None else limit
     names: list[str] = []
     shapes: list[list[int]] = []
     parts: list[Tensor] = []
