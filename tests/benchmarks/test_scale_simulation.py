@@ -74,4 +74,4 @@ def test_at_1024_gpus_messages_to_engines_are_what_weights_wait_for(scale):
     few, many = (scale.cluster(shape, gpus, rates, 0.001) for gpus in (8, 1024))
     assert many[1]["checkpoint"] == pytest.approx(few[1]["checkpoint"] / 128)
     assert many[1]["store"] == 128 * few[1]["store"]
-    assert many[0].pause == pytest.approx(120 * 512 * scale.MESSAGE)
+    assert many[0].pause == pytest.approx(30 * 512 * scale.MESSAGE)
