@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._random as distributed_random
 
 from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.images import ImageSpan
@@ -258,5 +259,8 @@ def _end_with_parent() -> None:
 
 def join_group(store: dist.Store, rank: int, ranks: int) -> None:
     """Meet the other ranks in the default process group; waits for all."""
+    # Ranks sync their generators at the first random operation on what is sharded; one that remembers doing so with the
+    # ranks of an earlier actor would leave these waiting for it.
+    distributed_random._rng_tracker = None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)

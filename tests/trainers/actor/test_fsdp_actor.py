@@ -337,3 +337,25 @@ def test_an_actor_that_cannot_start_leaves_room_for_the_next(start: Start, spec:
     with pytest.raises((OSError, ValueError)):
         LocalActor(spec(tmp_path))
     assert start(spec()).updates == 0
+
+
+def test_a_second_actor_of_a_process_syncs_generators_as_its_fresh_ranks_do(
+    start: Start, spec: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Torch does so where there are GPUs alone.
+    made: list[object] = []
+
+    class Tracker:
+        distribute_region_enabled = False
+
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+
+    monkeypatch.setattr("torch.distributed.tensor._random.OffsetBasedRNGTracker", Tracker)
+    monkeypatch.setattr("torch.distributed.tensor._random._rng_tracker", None)
+    monkeypatch.setattr("torch.distributed.tensor._dispatch.is_rng_supported_mesh", lambda _: True)
+    for number in (1, 2):
+        parameter = next(start(spec())._first._policy.parameters())
+        for _ in range(2):
+            torch.nn.init.normal_(torch.empty_like(parameter))
+        assert len(made) == number
