@@ -1,14 +1,13 @@
 """CommandAgent: a program in any language as an agent.
 
-Invariants: of this process's environment the program sees only what `PASSED` lists; when a run has ended, nothing
-that it started is left running, but for a process that hides by leaving its session and clearing its environment; its
-output takes bounded memory, whatever bytes it is made of. **Not a sandbox**: it has the files and the network of the
-user.
+Invariants: of this process's environment the program sees only what `PASSED` lists; when a run or this process has
+ended, in whatever way, nothing that it started is left running, but for a process that hides by leaving its session and
+clearing its environment; its output takes bounded memory, whatever bytes it is made of. **Not a sandbox**: it has the
+files and the network of the user.
 """
 
 import json
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from ..sandbox.output import Capture, read_until
 from .agent import ChatAgent, Result
 from .context import AgentContext
 from .run import ProgramFailed
+from .strays import end_all, marked
 
 __all__ = ["PASSED", "CommandAgent"]
 
@@ -34,13 +34,11 @@ PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "PYTHONPATH",
           "VIRTUAL_ENV")
 """Variables that a program inherits."""
 
-_TAG = "MOLT_GYM_RUN"
 _STDOUT_CHARS = 1 << 20
 _STDERR_CHARS = 4000
 _LONGEST_VARIABLE = 100_000
 _DRAIN_SECONDS = 0.5
 _REAP_SECONDS = 5.0
-_KILL_ROUNDS = 20
 _SHOWN = 1000
 _FIELDS = {field.name for field in fields(Result)}
 
@@ -126,14 +124,13 @@ class _Program:
     def __init__(
         self, stack: ExitStack, command: list[str], environment: dict[str, str], cwd: Any, stdin: str
     ) -> None:
-        tag = secrets.token_hex(16)
-        self._tag = f"{_TAG}={tag}".encode()
+        environment, self._mark = marked(environment)
         self._lock = threading.Lock()
         with ExitStack() as handed:
             try:
                 self._process = subprocess.Popen(
                     command, stdin=memory_file(handed, stdin.encode()), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                    bufsize=0, env={**environment, _TAG: tag}, cwd=cwd, start_new_session=True,
+                    bufsize=0, env=environment, cwd=cwd, start_new_session=True,
                 )
             except (OSError, ValueError) as error:
                 raise ProgramFailed(f"cannot start {command[0]!r}: {error}") from None
@@ -148,7 +145,7 @@ class _Program:
         finally:
             os.close(pidfd)
         self.kill()
-        self._kill_strays()
+        end_all(self._mark)
         # What it wrote is still in the pipes.
         read_until(streams, time.monotonic() + _DRAIN_SECONDS)
         return self._reap() if in_time else None
@@ -160,17 +157,6 @@ class _Program:
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _kill_strays(self) -> None:
-        # A process may fork while the list is read: look again until none is left.
-        for _ in range(_KILL_ROUNDS):
-            left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-                    if pid != self._process.pid and self._tag in _environment_of(pid)]
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            if not left:
-                return
-
     def _reap(self) -> int:
         with self._lock:
             return self._process.wait(_REAP_SECONDS)
@@ -181,14 +167,6 @@ class _Program:
             self._reap()
         self._process.stdout.close()
         self._process.stderr.close()
-
-
-def _environment_of(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []
 
 
 def _json(task: Any) -> str:

@@ -2,6 +2,8 @@ import asyncio
 import os
 import resource
 import secrets
+import signal
+import subprocess
 import sys
 import time
 
@@ -137,11 +139,18 @@ async def test_huge_output_takes_little_memory(play):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
-def tagged(tag):
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def tagged(tag, name="environ"):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
+            with open(f"/proc/{pid}/{name}", "rb") as file:
                 found += [pid] if tag.encode() in file.read() else []
         except OSError:
             pass
@@ -169,6 +178,29 @@ async def test_nothing_that_a_program_started_outlives_its_run(start, end):
     assert await asyncio.to_thread(run.join, 5) and time.monotonic() - begin < 5
     assert tagged(tag) == []
     session.close()
+
+
+SCRIPT = """
+import os, sys, threading
+import molt_gym
+molt_gym.register("Tree-v0", "molt_gym:AgentEnv", kwargs={
+    "agent": "molt_gym:CommandAgent", "command": ["bash", "-c", sys.argv[1]], "env": {"CANARY": sys.argv[2]}})
+threading.Thread(target=molt_gym.make("Tree-v0").reset, daemon=True).start()
+sys.stdin.read()
+if sys.argv[3] != "0":
+    os.kill(os.getpid(), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_that_a_program_started_outlives_a_script_that_ends_or_is_killed(number):
+    tag, bare = secrets.token_hex(8), f"60.{secrets.randbelow(10**9):09d}"
+    command = [sys.executable, "-c", SCRIPT, f"{TREE} env -i sleep {bare} & wait", tag, str(int(number))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as script:
+        until(lambda: len(tagged(tag)) >= 4 and tagged(bare, "cmdline"))
+        script.communicate(timeout=30)
+    assert script.returncode == -number
+    until(lambda: tagged(tag) + tagged(bare, "cmdline") == [])
 
 
 async def test_a_program_that_used_up_the_context_is_cut_off(play):
