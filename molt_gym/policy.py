@@ -134,15 +134,9 @@ class _FunctionPolicy:
         if self._is_async:
             answer = self._function(observation)
         else:
-            answer = await asyncio.wrap_future(call_in_thread(partial(self._guarded, observation), self._name))
+            call = partial(self._function, observation)
+            answer = await asyncio.wrap_future(call_in_thread(call, f"policy {self._name}"))
         return self._message(await answer if inspect.isawaitable(answer) else answer)
-
-    def _guarded(self, observation: Conversation) -> Any:
-        # A future cannot carry StopIteration: its waiter would hang.
-        try:
-            return self._function(observation)
-        except StopIteration as error:
-            raise RuntimeError(f"policy {self._name}: ran out of replies (StopIteration)") from error
 
     def _message(self, answer: Any) -> Message:
         if isinstance(answer, str):

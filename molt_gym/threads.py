@@ -6,7 +6,7 @@ The pools of `concurrent.futures` are joined at exit, and a shared pool can fill
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -41,9 +41,17 @@ class Worker:
 
 
 def call_in_thread(call: Callable[[], T], name: str = "molt-gym-call") -> "Future[T]":
-    """Runs one call in a thread of its own."""
+    """Runs one call in a thread of its own; what it raises is an error that asyncio can hand on."""
+
+    def guarded() -> T:
+        try:
+            return call()
+        except (StopIteration, CancelledError) as error:
+            # asyncio would wait for ever after the one, and take the other for a cancellation of who waits.
+            raise RuntimeError(f"{name}: raised {error!r}") from error
+
     worker = Worker(name)
-    future = worker.submit(call)
+    future = worker.submit(guarded)
     worker.stop()
     return future
 

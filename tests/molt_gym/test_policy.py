@@ -121,7 +121,7 @@ def test_a_script_that_ends_is_an_error_and_no_hang():
     script = iter(["one"])
     policy = as_policy(lambda observation: next(script))
     assert ask(policy)["content"] == "one"
-    with pytest.raises(RuntimeError, match="ran out of replies"):
+    with pytest.raises(RuntimeError, match=r"policy .*lambda.*: raised StopIteration\(\)"):
         ask(policy)
 
 

@@ -1,3 +1,4 @@
+import asyncio
 import gc
 import subprocess
 import sys
@@ -35,6 +36,15 @@ def test_an_error_belongs_to_the_future_and_the_worker_goes_on():
         worker.submit(sys.exit).result(timeout=10)
     assert worker.submit(lambda: 7).result(timeout=10) == 7
     worker.stop()
+
+
+@pytest.mark.parametrize("error", [StopIteration("over"), CancelledError()])
+async def test_what_asyncio_cannot_hand_on_reaches_who_waits_as_an_error(error):
+    def call():
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"mine: raised {type(error).__name__}"):
+        await asyncio.wait_for(asyncio.wrap_future(call_in_thread(call, "mine")), 5)
 
 
 def test_a_call_that_was_cancelled_in_time_is_not_made():

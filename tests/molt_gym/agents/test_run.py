@@ -111,6 +111,13 @@ async def test_an_exit_in_a_subtask_fails_the_run(play):
     assert "SystemExit: 3" in (await failure_of(play, agent)).detail
 
 
+async def test_an_iterator_that_runs_out_in_a_thread_fails_the_run(play):
+    async def agent(ctx):
+        await asyncio.to_thread(next, iter([]))
+
+    assert "StopIteration" in (await failure_of(play, agent)).detail
+
+
 async def test_a_return_value_that_is_no_reward_is_a_failure(play):
     assert (await failure_of(play, lambda ctx: float("nan"))).reason == "reward"
     assert (await failure_of(play, lambda ctx: "good")).reason == "reward"
