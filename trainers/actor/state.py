@@ -88,8 +88,13 @@ def read_state(state: State, folder: Path, model: str) -> None:
         ConfigError: the folder is of another model.
     """
     try:
+        held = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        # Torch reads what is asked for, and would leave other trained weights behind without a word.
+        wanted = {f"model.{name}" for name in state["model"]}
+        if more := [name for name in held if name.startswith("model.") and name not in wanted]:
+            raise ValueError(f"it has {more[0]} as well")
         dcp.load({name: value for name, value in state.items() if name != NAMES}, checkpoint_id=folder)
-    except CheckpointException as error:
+    except (CheckpointException, FileNotFoundError, ValueError) as error:
         raise ConfigError(f"model: {folder} was saved from another one than {model}, or with another actor.lora or "
                           f"actor.optimizer, or without a critic (algorithm.estimator); write what it was, or begin "
                           f"another run ({_cause(error)})") from error

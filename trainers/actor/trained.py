@@ -38,7 +38,7 @@ class Trained:
         self.named = dict(policy.model.named_parameters())
         self.trainable = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self._optimizers = make_optimizers(policy.model, self.trainable, config)
-        self._folder, self._base = base, base_hash(base) if base else None
+        self._folder, self._base, self._alpha = base, base_hash(base) if base else None, torch.tensor(config.lora.alpha)
 
     def step(self, updates: int) -> dict[str, float]:
         """Apply the gradient, if it is finite, after so many updates; lr, grad_norm and skipped_nonfinite."""
@@ -89,13 +89,18 @@ class Trained:
         device = torch.device("cpu") if self._config.offload_optimizer else None
         return {"model": {name: parameter.detach() for name, parameter in kept.items()},
                 "optimizer": optimizer_state(self._optimizers, self.trainable, device)} | (
-                {} if self._base is None else {"base": self._base.clone()})
+                {} if self._base is None else {"base": self._base.clone(), "alpha": self._alpha.clone()})
 
     def check(self, state: dict[str, Any], folder: Path) -> None:
-        """After a checkpoint was read into `state`: raise ConfigError if its adapters are of another base model."""
-        if self._base is not None and not torch.equal(state["base"], self._base):
+        """After a checkpoint was read into `state`: raise ConfigError if its adapters are of another sum."""
+        if self._base is None:
+            return
+        if not torch.equal(state["base"], self._base):
             raise ConfigError(f"model: the adapters in {folder} were trained on other weights than those in "
                               f"{self._folder}; name the model with which the run began")
+        if state["alpha"] != self._alpha:
+            raise ConfigError(f"actor.lora.alpha: {self._alpha:g} for the adapters in {folder}, which were trained "
+                              f"with {state['alpha']:g}; write that")
 
     def reshard(self) -> None:
         """Forget weights that were gathered before they changed."""

@@ -141,6 +141,10 @@ def test_adapters_of_another_base_model_or_of_none_are_refused(
         start(spec(tmp_path / "other", **LORA)).load(tmp_path / "state")
     with pytest.raises(ConfigError, match="was saved from another one"):
         start(spec()).load(tmp_path / "state")
+    with pytest.raises(ConfigError, match="actor.lora.alpha: 12 for the adapters in .*trained with 6; write that"):
+        start(spec(**LORA | {"actor__lora__alpha": 12.0})).load(tmp_path / "state")
+    with pytest.raises(ConfigError, match=r"another actor.lora.*it has model\..*\.lora_A\.weight as well"):
+        start(spec(**LORA, actor__lora__target_modules=("q_proj",))).load(tmp_path / "state")
     assert torch.equal(base_hash(model_path()), base_hash(model_path()))
 
 
