@@ -7,8 +7,10 @@ or a client of some API can play an env; `EndpointPolicy` is a model behind an O
 import asyncio
 import copy
 import inspect
+import json
 import os
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +19,9 @@ from .spaces import AssistantMessageSpace
 from .threads import call_in_thread
 
 __all__ = ["EndpointPolicy", "Policy", "PolicyFunction", "as_policy"]
+
+_FAILED = ("error", "abort")
+"""Finish reasons of replies that some APIs, such as vLLM's, gave up."""
 
 PolicyFunction = Callable[[Conversation], Message | str | Awaitable[Message | str]]
 
@@ -94,16 +99,23 @@ class EndpointPolicy:
     async def reply(
         self, messages: list[Message], tools: list[dict[str, Any]], *, seed: int | None = None
     ) -> Message:
-        """The first choice of a chat completion, as an `EndpointMessage`; raises the SDK's errors."""
+        """The first choice of a chat completion, as an `EndpointMessage`.
+
+        Raises:
+            OpenAIError: of the SDK.
+            RuntimeError: the endpoint tells of a failure in its answer, or answers with something else.
+        """
         more: dict[str, Any] = ({"tools": tools} if tools else {}) | ({} if seed is None else {"seed": seed})
         async with self._turn:
             completion = await self._client.chat.completions.create(messages=messages, **self._options, **more)
-        if not completion.choices:
-            raise RuntimeError(f"the endpoint answered without a choice: {completion.to_json()[:200]}")
-        choice, usage = completion.choices[0], completion.usage
-        message = EndpointMessage(_answered(choice.message.to_dict()))
-        message.completion_tokens = usage.completion_tokens or 0 if usage else 0
-        message.cut = choice.finish_reason == "length"
+        # What is no JSON, such as a page of a proxy, comes as text.
+        told = {} if isinstance(completion, str) else completion.to_dict(warnings=False)
+        choice = (told.get("choices") or [{}])[0]
+        if not choice.get("message") or choice.get("finish_reason") in _FAILED:
+            raise RuntimeError(f"the endpoint answered without a reply: {str(told or completion)[:200]}")
+        message = EndpointMessage(_answered(choice["message"]))
+        message.completion_tokens = (told.get("usage") or {}).get("completion_tokens") or 0
+        message.cut = choice.get("finish_reason") == "length"
         return message
 
     async def aclose(self) -> None:
@@ -114,13 +126,20 @@ class EndpointPolicy:
 def _answered(message: dict[str, Any]) -> Message:
     """What an API's assistant message says, without what only its own kind of message has."""
     reply: Message = {"role": "assistant", "content": message.get("content") or message.get("refusal") or ""}
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        reply["reasoning_content"] = reasoning
-    calls = [call for call in message.get("tool_calls") or () if call.get("type", "function") == "function"]
-    if calls:
-        reply["tool_calls"] = [{"id": call["id"], "type": "function", "function": {
-            name: call["function"][name] for name in ("name", "arguments")}} for call in calls]
+    for name in ("reasoning", "reasoning_content"):
+        if message.get(name) and isinstance(message[name], str):
+            reply["reasoning_content"] = message[name]
+    if calls := [_called(call) for call in message.get("tool_calls") or () if call.get("type") in (None, "function")]:
+        reply["tool_calls"] = calls
     return reply
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call in OpenAI's own spelling, of which APIs leave out the id, or write arguments as an object."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    identifier = call.get("id") or f"call_{secrets.token_hex(8)}"
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 class _FunctionPolicy:

@@ -4,8 +4,11 @@ import threading
 import time
 
 import pytest
+from aiohttp import web
 
 from molt_gym import Policy, as_policy
+from molt_gym.policy import EndpointPolicy
+from molt_gym.spaces import AssistantMessageSpace
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -136,3 +139,55 @@ def test_a_script_that_ends_is_an_error_and_no_hang():
 def test_what_cannot_answer_is_refused(thing, complaint):
     with pytest.raises(TypeError, match=complaint):
         as_policy(thing)
+
+
+@pytest.fixture
+async def endpoint():
+    """A policy whose endpoint answers with what is in `answers`, in their order."""
+    answers = []
+
+    async def answer(request):
+        told = answers.pop(0)
+        return web.Response(text=told) if isinstance(told, str) else web.json_response(told)
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    policy = EndpointPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "any", retries=0)
+    yield policy, answers
+    await policy.aclose()
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(("told", "arguments"), [
+    ({"arguments": '{"a": 1}'}, '{"a": 1}'), ({"arguments": {"a": 1}}, '{"a": 1}'), ({"arguments": '{"a":'}, '{"a":'),
+    ({"arguments": None}, "{}"), ({}, "{}")])
+@pytest.mark.parametrize("beside", [{"id": "call_1", "type": "function"}, {"id": None, "type": None}, {"id": ""}, {}])
+async def test_a_call_of_an_endpoint_is_read_in_all_its_spellings(endpoint, told, arguments, beside):
+    policy, answers = endpoint
+    call = {**beside, "function": {"name": "look", **told}}
+    answers.append({"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call, call]}}]})
+    reply = await policy.reply(MESSAGES, [])
+    AssistantMessageSpace().validate(reply)
+    assert [call["function"] for call in reply["tool_calls"]] == [{"name": "look", "arguments": arguments}] * 2
+    assert beside.get("id") or len({call["id"] for call in reply["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize(("told", "words"), [
+    ({"error": {"message": "overloaded"}}, "overloaded"), ({"choices": []}, "choices"), ("<html>", "<html>"),
+    ({"choices": [{"message": None, "finish_reason": "stop"}]}, "None"),
+    ({"choices": [{"message": {"role": "assistant", "content": ""}, "finish_reason": "error"}]}, "error"),
+    ({"choices": [{"message": {"role": "assistant", "content": "ha"}, "finish_reason": "abort"}]}, "abort")])
+async def test_an_endpoint_that_gives_no_reply_is_an_error_and_no_empty_reply(endpoint, told, words):
+    policy, answers = endpoint
+    answers.append(told)
+    with pytest.raises(RuntimeError, match=f"the endpoint answered without a reply: .*{words}"):
+        await policy.reply(MESSAGES, [])
+
+
+async def test_reasoning_of_an_endpoint_is_text_or_none(endpoint):
+    policy, answers = endpoint
+    for told in ({"reasoning": "hm"}, {"reasoning_content": "hm", "reasoning": "no"}, {"reasoning": [{"text": "hm"}]}):
+        answers.append({"choices": [{"message": {"role": "assistant", "content": "a", **told}}]})
+    replies = [await policy.reply(MESSAGES, []) for _ in range(3)]
+    assert [reply.get("reasoning_content") for reply in replies] == ["hm", "hm", None]
