@@ -118,4 +118,4 @@ class ChatEnv(TaskEnv):
 
     def _fresh(self, messages: Any) -> Any:
         """A copy with its images in it; what is no list of messages is told later."""
-        return copy.deepcopy(inline_images(messages) if isinstance(messages, list | tuple) else messages)
+        return copy.deepcopy(inline_images(messages)) if isinstance(messages, list | tuple) else messages

@@ -63,8 +63,14 @@ def register(
         max_episode_steps: the cap on turns; an episode that reaches it is truncated.
         nondeterministic: whether equal seeds and actions may give different rewards (judges, sandboxes).
         kwargs: arguments of the constructor in JSON; they are copied on each make, so name data, never hold it here.
-        **spec: further fields of Gymnasium's `EnvSpec`.
+        **spec: further fields of Gymnasium's `EnvSpec`. Its passive checker is off unless `disable_env_checker=False`.
+
+    Raises:
+        ConfigError: the id has a colon, before which ids have a module to import.
     """
+    if ":" in id:
+        raise ConfigError(f"id: {id!r}; write it without a colon, such as {id.replace(':', '/')!r}: what stands before "
+                          "one is the module whose import registers an id")
     if inspect.isclass(entry_point) and entry_point.__module__ != "__main__":
         module, name = entry_point.__module__, entry_point.__name__
         if getattr(sys.modules.get(module), name, None) is entry_point:
@@ -75,7 +81,7 @@ def register(
         max_episode_steps=max_episode_steps,
         nondeterministic=nondeterministic,
         kwargs=kwargs or {},
-        **{"vector_entry_point": _VECTOR + id} | spec,
+        **{"vector_entry_point": _VECTOR + id, "disable_env_checker": True} | spec,
     )
 
 
@@ -89,7 +95,11 @@ def find_spec(env_id: str, *, max_episode_steps: int | None = None, **kwargs: An
 
     Raises:
         UnknownEnv: no module, plug-in or earlier `gym.register` knows the id; the message names the nearest ids.
+        ConfigError: it is no id.
     """
+    if not isinstance(env_id, str):
+        raise ConfigError(f"env: {env_id!r:.200} is no id; write molt_gym.register('My-v0', MyEnv) first, and then its "
+                          "id, 'My-v0'")
     module, _, name = env_id.rpartition(":")
     if module:
         _import_module(module, env_id)
@@ -118,11 +128,13 @@ def make(env_id: str | EnvSpec, **kwargs: Any) -> gym.Env:
 
     Raises:
         UnknownEnv: nothing knows the id; the message names the nearest ids.
-        ConfigError: an argument is missing without which its class cannot be, or is none of its own.
+        ConfigError: it is no id, or an argument is missing without which its class cannot be, or is none of its own.
         NotAChatEnv: its spaces are not `molt_gym.Conversation` and `molt_gym.AssistantMessage`, and its actions cannot
             be written in a reply.
     """
-    spec = find_spec(env_id) if isinstance(env_id, str) else env_id
+    spec = env_id if isinstance(env_id, EnvSpec) else find_spec(env_id)
+    # After a first reset that fails, Gymnasium's checker breaks every later step; `check-env` does its work.
+    kwargs = {"disable_env_checker": True} | kwargs
     if not _speaks(spec, kwargs):
         from .adapters.text_env import text_spec
 
@@ -157,12 +169,13 @@ def _speaks(spec: EnvSpec, kwargs: dict[str, Any]) -> bool:
         return True
     from .adapters.text_env import OPTIONS
 
-    kwargs = {name: value for name, value in kwargs.items() if name not in (*OPTIONS, "render_mode")}
+    kwargs = {name: value for name, value in kwargs.items() if name not in (*OPTIONS, "render_mode")} | {
+        "disable_env_checker": True}
     # One creator may serve several ids, and what it makes may depend on arguments and wrappers.
     key = creator, repr((spec, kwargs))
     if key not in _speakers:
         try:
-            env = gym.make(spec, disable_env_checker=True, **kwargs)
+            env = gym.make(spec, **kwargs)
         except Exception:  # noqa: BLE001  whatever it is, making it in earnest says it
             return True
         _speakers[key] = isinstance(env.action_space, AssistantMessageSpace)

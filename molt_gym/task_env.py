@@ -112,8 +112,8 @@ class TaskEnv(gym.Env[Conversation, Message], ABC):
         for key in options.keys() - set(self._OPTIONS):
             near = difflib.get_close_matches(str(key), self._OPTIONS, n=1, cutoff=0.0)
             raise ValueError(f"{self._name}: unknown reset option {key!r}; did you mean {near[0]!r}?")
-        if self.num_tasks == 0:
-            raise ValueError(f"{self._name}: num_tasks is 0; there is no task to play")
+        if self.num_tasks is not None and self.num_tasks < 1:
+            raise ValueError(f"{self._name}: num_tasks is {self.num_tasks}; there is no task to play")
         # Drawn even if it is given, so that a chosen task finds the generator in the same state as a drawn one.
         drawn = int(self.np_random.integers(self.num_tasks or _UNBOUNDED))
         if options.get("index") is None:
@@ -128,9 +128,9 @@ class TaskEnv(gym.Env[Conversation, Message], ABC):
         return index
 
     def _observe(self, source: str, tools: list[dict[str, Any]]) -> Conversation:
-        observation = {"messages": copy.deepcopy(self._messages), "tools": copy.deepcopy(tools)}
+        observation = {"messages": self._messages, "tools": tools}
         validate_conversation(observation, f"{self._name}.{source}")
-        return observation
+        return copy.deepcopy(observation)
 
 
 def _rendered(message: Message) -> str:

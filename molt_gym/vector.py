@@ -13,6 +13,7 @@ are tuples of what single envs take and give.
 
 import concurrent.futures
 import copy
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -78,10 +79,10 @@ class ChatVectorEnv(VectorEnv[Conversations, Sequence[Message], np.ndarray]):
     ) -> None:
         self.envs: list[gym.Env] = []
         self._workers: list[Worker] = []
-        if num_envs < 1:
-            raise ValueError(f"num_envs: {num_envs}; write 1 or more")
-        if not isinstance(deadline, int | float) or not deadline > 0:
-            raise ValueError(f"deadline: {deadline!r}; write seconds above 0")
+        if isinstance(num_envs, bool) or not isinstance(num_envs, int | np.integer) or num_envs < 1:
+            raise ValueError(f"num_envs: {num_envs!r}; write an integer from 1 on")
+        if not isinstance(deadline, int | float) or not 0 < deadline <= threading.TIMEOUT_MAX:
+            raise ValueError(f"deadline: {deadline!r}; write seconds above 0, and a number that a clock can hold")
         self.num_envs = num_envs
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.deadline = deadline

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space
 
-__all__ = ["IllegalReply", "is_small", "parse_action", "said", "words_for"]
+__all__ = ["IllegalReply", "is_small", "number_text", "parse_action", "said", "words_for"]
 
 MOST_NUMBERS = 16
 """Numbers of an action that a reply may have to hold."""
@@ -21,6 +21,9 @@ _AROUND = " \t`'\"*!()[]"
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _WORD = re.compile(r"[+-]?\d+(?:\.\d+)?|\w(?:[\w'-]*\w)?")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DASHES = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}\N{SMALL HYPHEN-MINUS}", "-"))
+_LOOSE_MINUS = re.compile(r"-\s+[\d.]|\d-|-[-+]")
+"""A minus that may be a sign, a bullet or a range."""
 
 
 class IllegalReply(ValueError):
@@ -32,6 +35,13 @@ def is_small(space: Space) -> bool:
     if isinstance(space, Discrete):
         return True
     return isinstance(space, Box | MultiDiscrete | MultiBinary) and 0 < math.prod(space.shape) <= MOST_NUMBERS
+
+
+def number_text(value: Any) -> str:
+    """A number in few digits, but an integer in all of its own."""
+    if isinstance(value, np.integer | np.bool_):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.8g}"
 
 
 def words_for(space: Space, names: Sequence[str] = (), legal: Sequence[int] | None = None) -> str:
@@ -48,8 +58,8 @@ def words_for(space: Space, names: Sequence[str] = (), legal: Sequence[int] | No
             return f"an integer from {space.start} to {space.start + space.n - 1}"
         return ", ".join(f"{action} ({names[action - space.start]})" if names else str(action) for action in chosen)
     if isinstance(space, Box):
-        low, high = space.low.ravel(), space.high.ravel()
-        each = [f"{names[i] if names else f'number {i + 1}'} from {low[i]:g} to {high[i]:g}" for i in range(len(low))]
+        low, high = ([number_text(end) for end in ends.ravel()] for ends in (space.low, space.high))
+        each = [f"{names[i] if names else f'number {i + 1}'} from {low[i]} to {high[i]}" for i in range(len(low))]
         return f"{len(each)} number{'s' * (len(each) > 1)}: " + ", ".join(each)
     if isinstance(space, MultiBinary):
         return f"{math.prod(space.shape)} numbers, each 0 or 1"
@@ -59,9 +69,12 @@ def words_for(space: Space, names: Sequence[str] = (), legal: Sequence[int] | No
 
 
 def said(text: str) -> str:
-    """The part of a reply that names the action: within the last <action> tag, else its last line, without a label."""
+    """The part of a reply that names the action: of the last <action> tag, or of all, the last line, without a label.
+
+    Lines of quotes and brackets alone, such as the end of a code block, are none.
+    """
     tagged = _TAGGED.findall(text)
-    lines = [line.strip() for line in (tagged[-1] if tagged else text).strip().splitlines() if line.strip()]
+    lines = [line.strip() for line in (tagged[-1] if tagged else text).splitlines() if line.strip(_AROUND)]
     # A point may begin a number, and ends a sentence.
     return _LABEL.sub("", lines[-1]).strip(_AROUND).rstrip(f".{_AROUND}") if lines else ""
 
@@ -77,7 +90,9 @@ def parse_action(text: str, space: Space, names: Sequence[str] = ()) -> Any:
     Raises:
         IllegalReply: it is none of the space.
     """
-    words = said(text).replace("\N{MINUS SIGN}", "-")
+    words = said(text).translate(_DASHES)
+    if _LOOSE_MINUS.search(words) and np.min(getattr(space, "low", getattr(space, "start", 0))) < 0:
+        raise IllegalReply(f"{words!r:.80} may be meant below zero or not; write {words_for(space, names)}")
     if isinstance(space, Discrete):
         return _discrete(words, space, names)
     numbers = [float(number) for number in _NUMBER.findall(words)]

@@ -9,6 +9,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, Space, Tuple
 
+from .action_text import number_text
+
 __all__ = ["action_names", "describe", "observation_names", "plain_ansi", "purpose"]
 
 _COLOURS = {0: "black", 1: "red", 2: "green", 3: "yellow", 4: "blue", 5: "magenta", 6: "cyan", 7: "white"}
@@ -71,8 +73,8 @@ def describe(observation: Any, space: Space | None, names: list[str] | None = No
         return "(" + ", ".join(describe(*pair) for pair in zip(observation, spaces, strict=False)) + ")"
     if isinstance(observation, np.ndarray):
         if observation.ndim == 1 and names:
-            return "\n".join(f"{name}: {value:.4g}" for name, value in zip(names, observation, strict=True))
-        return np.array2string(observation, precision=4, separator=", ", threshold=2000, suppress_small=True)
+            return "\n".join(f"{name}: {number_text(value)}" for name, value in zip(names, observation, strict=True))
+        return np.array2string(observation, separator=", ", threshold=2000, formatter={"float_kind": number_text})
     return str(observation)
 
 

@@ -154,8 +154,8 @@ def _make(env: Env, kwargs: dict[str, Any]) -> gym.Env:
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     if "ansi" in getattr(creator, "metadata", {}).get("render_modes", ()):
         kwargs = {"render_mode": "ansi"} | kwargs
-    # The cap on turns is that of the chat env around it.
-    return gym.make(spec, max_episode_steps=-1, **kwargs)
+    # The cap on turns is that of the chat env around it; for the checker see `molt_gym.make`.
+    return gym.make(spec, max_episode_steps=-1, disable_env_checker=True, **kwargs)
 
 
 def named_function(given: Any, name: str) -> Any:

@@ -182,10 +182,11 @@ def test_without_a_number_of_tasks_any_index_is_one():
         Scripted().reset(options={"index": -1})
 
 
-def test_an_env_without_tasks_says_so():
+@pytest.mark.parametrize("count", [0, -1])
+def test_an_env_without_tasks_says_so(count):
     env = Scripted()
-    env.num_tasks = 0
-    with pytest.raises(ValueError, match="num_tasks is 0"):
+    env.num_tasks = count
+    with pytest.raises(ValueError, match=f"num_tasks is {count}"):
         env.reset()
 
 
@@ -271,6 +272,12 @@ def test_an_episode_ends_with_a_turn_that_is_wrong(turn, error, complaint):
 def test_an_opening_that_is_no_message_is_refused(opening):
     with pytest.raises(ValueError, match=r"Scripted.begin.messages\[0\].content"):
         Scripted(opening=opening).reset()
+
+
+@pytest.mark.parametrize("begin", [lambda env, index: ({} for _ in "ab"), lambda env, index: "hi"])
+def test_an_opening_that_is_no_list_is_refused(begin):
+    with pytest.raises(ValueError, match=r"begin.messages: .*; write a list of at least one message"):
+        type("Other", (Scripted,), {"begin": begin})().reset()
 
 
 def test_a_class_without_answer_cannot_be_made():

@@ -141,6 +141,32 @@ def test_an_argument_that_the_env_does_not_take_is_refused_with_those_that_it_ta
         molt_gym.make(env_id, trns=2)
 
 
+@pytest.mark.parametrize("env_id", [CartPoleEnv, CartPoleEnv(), None, 3])
+def test_what_is_no_id_is_refused_with_how_to_get_one(env_id):
+    with pytest.raises(ConfigError, match="is no id; write molt_gym.register"):
+        molt_gym.make(env_id)
+
+
+def test_an_id_with_a_colon_is_refused_where_it_is_registered(echo_module):
+    with pytest.raises(ConfigError, match="id: 'mine:Echo-v0'; write it without a colon, such as 'mine/Echo-v0'"):
+        molt_gym.register("mine:Echo-v0", f"{echo_module}:EchoEnv")
+
+
+@pytest.mark.parametrize("make", [gym.make, molt_gym.make])
+def test_an_env_whose_first_reset_failed_can_be_reset_and_stepped(echo, say, make):
+    env = make(echo)
+    with pytest.raises(ValueError, match="did you mean 'index'"):
+        env.reset(options={"indx": 3})
+    env.reset(options={"index": 3})
+    assert env.step(say("one"))[1] == 3 and env.step(say("stop"))[2]
+
+
+def test_gymnasiums_checker_can_be_switched_on_and_off_for_any_env(echo):
+    assert "PassiveEnvChecker" in str(molt_gym.make(echo, disable_env_checker=False))
+    for on in (False, True):
+        assert molt_gym.make("FrozenLake-v1", disable_env_checker=on).action_space == molt_gym.AssistantMessage()
+
+
 def test_an_error_of_an_env_that_is_made_stays_what_it_is(echo_module):
     molt_gym.register("Echo-v3", lambda prefix, size=1: len(size), kwargs={"prefix": "x"})
     with pytest.raises(TypeError, match="has no len"):

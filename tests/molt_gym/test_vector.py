@@ -232,6 +232,14 @@ def test_a_failure_in_one_env_loses_nothing_of_the_others(make_vec, says):
     assert [len(observation["messages"]) for observation in observations] == [5, 3, 1]
 
 
+def test_envs_whose_first_reset_failed_go_on_after_another(make_vec, says):
+    env = make_vec(2)
+    with pytest.raises(ValueError, match="'index' is 100"):
+        env.reset(options={"index": [3, 100]})
+    env.reset(seed=0)
+    assert env.step(says("one", "two"))[1].tolist() == [3, 3]
+
+
 def test_a_bug_in_an_env_comes_through_with_the_number_of_the_env(make_vec, says):
     env = make_vec(2)
     env.reset(seed=0)
@@ -293,10 +301,13 @@ def test_wrong_arguments_are_refused_and_leave_no_thread_behind(echo):
     before = set(threading.enumerate())
     for kwargs, error in (
         ({"num_envs": 0}, ValueError),
+        ({"num_envs": True}, ValueError),
+        ({"num_envs": "2"}, ValueError),
         ({"prefx": 1}, molt_gym.ConfigError),
         ({"autoreset_mode": "x"}, ValueError),
         ({"deadline": None}, ValueError),
         ({"deadline": float("nan")}, ValueError),
+        ({"deadline": float("inf")}, ValueError),
     ):
         with pytest.raises(error):
             gym.make_vec(echo, **kwargs)

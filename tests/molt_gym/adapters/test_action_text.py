@@ -13,7 +13,8 @@ LAKE = ["Move left", "Move down", "Move right", "Move up"]
 
 @pytest.mark.parametrize("reply", [
     "2", "Action: 2", "I think the hole is below.\n\n**Action: Move right**", "move RIGHT.", "right", "2 (Move right)",
-    "2: right", "<action>2</action> because of 0 and 1", "<action>0</action> no:\n<action>right</action>", "`2`",
+    "2: right", "```\n2\n```", "```text\nMove right\n```\n**", "- 2",
+    "<action>2</action> because of 0 and 1", "<action>0</action> no:\n<action>right</action>", "`2`",
     "[2]"])
 def test_an_action_may_be_written_as_its_number_or_its_name(reply):
     assert parse_action(reply, Discrete(4), LAKE) == 2
@@ -60,6 +61,19 @@ def test_points_and_minus_signs_are_those_of_numbers():
     space = Box(-9, 9, (2,), np.float64)
     assert parse_action("Action: .5 \N{MINUS SIGN}2.", space).tolist() == [0.5, -2]
     assert parse_action("**\N{MINUS SIGN}1.**", Discrete(3, start=-1)) == -1
+
+
+@pytest.mark.parametrize("dash", "-\N{MINUS SIGN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}")
+def test_whatever_dash_is_written_is_a_minus_or_no_action_at_all(dash):
+    for space, number in ((Box(-9, 9, (1,)), -2), (Discrete(9, start=-4), -2), (MultiDiscrete([9], start=[-4]), -2)):
+        assert parse_action(f"Action: {dash}2", space) == number
+        for loose in (f"{dash} 2", f"1{dash}2", f"{dash}{dash}2"):
+            with pytest.raises(IllegalReply, match="write"):
+                parse_action(loose, space)
+
+
+def test_bounds_that_are_integers_have_all_their_digits():
+    assert words_for(Box(0, 1234567, (1,), np.int64)) == "1 number: number 1 from 0 to 1234567"
 
 
 def test_a_bound_may_be_written_as_its_decimal():

@@ -167,6 +167,12 @@ def test_parts_of_an_observation_are_told_as_numbers():
     assert describe((np.int64(1), {"a": np.int64(2)}), Tuple([Discrete(2), Dict(a=Discrete(3))])) == "(1, a: 2)"
 
 
+def test_numbers_are_told_with_the_digits_that_matter():
+    told = describe(np.array([1234567, 3]), None, ["money", "days"])
+    assert told == "money: 1234567\ndays: 3"
+    assert describe(np.array([0.00003, 123456.7, -1.23456, 2]), None) == "[3e-05, 123456.7, -1.235, 2]"
+
+
 def test_it_reads_the_same_of_an_env_that_is_registered_by_its_class():
     gym.register("Lake-v0", FrozenLakeEnv, max_episode_steps=9)
     env = molt_gym.make("Lake-v0", is_slippery=False)
