@@ -4,6 +4,7 @@ Invariants: what is done in this process is linear in the length of the text and
 """
 
 import re
+import unicodedata
 from fractions import Fraction
 
 from .workers import equal
@@ -11,40 +12,55 @@ from .workers import equal
 __all__ = ["is_right", "normal", "number"]
 
 _LONGEST = 1000
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox|underline)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|boldsymbol|bold|bm|mbox|boxed|fbox|underline)"
+    r"\s*\{([^{}]*)\}")
+_UNIT = r"\\(?:text|mathrm)\s*\{[A-Za-z ]+\}(?:\^\{?[23]\}?)?"
 _NO_MEANING = re.compile(
-    r"\\(?:left|right|displaystyle|degree|[bB]igg?[lr]?)(?![A-Za-z])|(?<!\\)\\[!,;: ()\[\]]|\\?\$"
-    r"|\^\s*\{?\s*\\circ\s*\}?|[°£€¥\u200b]"
+    r"\\(?:left|right|displaystyle|textstyle|bf|rm|degree|textdollar|[bB]igg?[lr]?)(?![A-Za-z])"
+    r"|(?<!\\)\\[!,;: ()\[\]]|\\?\$|(?:\^\s*\{?\s*\\circ\s*\}?|\u00b0)(?:\s*[CF](?![A-Za-z]))?"
+    rf"|\\[dt]?frac\s*\{{{_UNIT}\}}\s*\{{{_UNIT}\}}|[\u00a2\u00a3\u00a5\u200b\u20ac\u20b9]"
 )
 _POWER_OF_UNIT = re.compile(r"(\\(?:text|mathrm)\s*\{[\s~]*(?:[a-z]{2,}|m)\s*\})\s*\^\s*\{?[23]\}?\s*$")
 _CHARACTERS = str.maketrans({
     "\u2212": "-", "\u2013": "-", "\u221e": r"\infty ", "\u222a": r"\cup ", "\u2208": r"\in ", "\u00b7": r"\cdot ",
-    "\u00b2": "^2", "\u00b3": "^3", "\u00bd": "1/2", "\u00a0": " "})
+    "\u00a0": " ", "\u2044": "/", "\u2248": r"\approx "} | {0xFEE0 + code: code for code in range(0x21, 0x7F)})
+_SMALL = re.compile("([\u00bc-\u00be\u2150-\u215e])|([\u00b2\u00b3\u00b9\u2070-\u207b]+)|([\u2080-\u2089]+)")
 _ROOT = re.compile(r"\u221a\s*([0-9.]+|[A-Za-z]|\([^()]*\))")
 _EXPONENT = re.compile(r"(?<=[0-9.])[eE]\+?(-?[0-9]{1,2})(?![0-9A-Za-z])")
-_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_SPELLED = [(re.compile(pattern), latex) for pattern, latex in (
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "), (r"(?<![A-Za-z\\])inf(?:ty|inity)?(?![A-Za-z])", r"\\infty "),
+    (r"(?<![A-Za-z\\])sqrt(?=\s*\{)", r"\\sqrt"), (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "), (r"\\[dtc]frac", r"\\frac"), (r"\\varnothing", r"\\emptyset"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"), (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"))]
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _FACTOR = re.compile(r"(?<=[0-9])(?:\*|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))(?=[A-Za-z])")
 _CAPITAL = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])")
-_CHOICE = re.compile(r"\(?[A-Z]\s*[).:]")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s*\(?[A-Z]\b|\(?[A-Z]\s*[).:])")
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[ ][0-9]{3})+)|[0-9]+)"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _VALUE = re.compile(
-    rf"""(?:(?:[A-Za-z]\s*)?(?:=|\\approx(?![A-Za-z]))\s*)?  (?P<sign>[-+]?)\s*
-    (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{(?P<top>-?[0-9]+)\}}|(?P<t>[0-9]))
-        \s*(?:\{{(?P<bottom>-?[0-9]+)\}}|(?P<b>[0-9]))
+    rf"""(?:(?:(?!.*\\n)[A-Za-z\\{{}}| ]+(?:_[0-9A-Za-z]|_\{{[0-9A-Za-z]+\}})?(?:\([^()=<>]*\))?\s*)?
+       (?:=|\\(?:approx|sim)(?![A-Za-z]))\s*)?  (?P<sign>[-+]?)\s*
+    (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{\s*(?P<top>-?{_DIGITS})\s*\}}|(?P<t>[0-9]))
+        \s*(?:\{{\s*(?P<bottom>-?{_DIGITS})\s*\}}|(?P<b>[0-9]))
       | (?:(?P<mixed>[0-9]+)\s+)?(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
       | (?P<plain>{_DIGITS}?(?:(?<=[0-9])\.|\.(?=[0-9])|(?<=[0-9]))[0-9]*)
+        (?:\\(?:overline|bar|dot)\s*\{{?(?P<repeated>[0-9]+)\}}?)?
         (?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{{?(?P<power>-?[0-9]{{1,2}})\}}?)?
     )
     (?:\s*(?P<percent>\\?%|percent\b))?  (?:\s*(?P<scale>{"|".join(_SCALES)})\b)?
-    (?:(?:\s+|\b(?=[A-Za-z]{{2}}))
+    (?:(?:\s+|\b(?=[A-Za-z]{{2}})|(?=(?:[cdkmn]m|[km]g|ft|in|yd|mi|hrs?|min|sec|ms|mph|lbs?|oz|m[lL])\b))
        # Words that do something to the number, and letters that are rather variables, are no units.
        (?![A-Za-z ./]*\b(?:is|are|or|and|no|not|minus|plus|times|less|more|than|least|most|mod|pi|sqrt|root|squared
                           |cubed|factorial|dozen|a(?![ ]+[a-z])|[b-fi-kn-ru-zBDEG-IMO-UX-Z])\b)
        [A-Za-z][A-Za-z ./]*(?:\^\s*\{{?[23]\}}?)?)?""",
     re.VERBOSE,
 )
+_BASE = re.compile(r"(?<=[0-9])_([0-9]+)")
+_RELATIONS = [(re.compile(rf"\\(?:{name}|{name}q|{name}qslant)(?![A-Za-z])|{sign}=|{other}"), other)
+              for name, sign, other in (("le", "<", "\u2264"), ("ge", ">", "\u2265"))]
+_TURNED = {"<": ">", ">": "<", "\u2264": "\u2265", "\u2265": "\u2264"}
 _OPERATION = re.compile(r"(?<=[\w)}\]!%])\s*(?:[-+*/(]|\\(?:times|cdot|div)(?![A-Za-z]))")
 
 
@@ -52,10 +68,11 @@ def is_right(answer: str, gold: str, *, strict: bool = False, seconds: float = 5
     """Compares an answer with the right one.
 
     Equal texts are equal, but for space, text and size commands, and signs of currency and degree. Numbers are equal
-    if their values are, exactly; a unit behind one does not count, and "50%" is .5, or 50 where the other side leaves
-    the sign out. Where the right one is a capital, "(B) 5" is B. What is left is decided by math-verify. An answer of
-    more than 1,000 characters is wrong, and so is one with sums, differences or products left to do where the right
-    one is a number.
+    if their values are, exactly; a unit behind one does not count, nor what it is the value of ("x = 5", "P(A) = 5") or
+    its base where one side leaves that out, and "50%" is .5, or 50 where the other side leaves the sign out. Where the
+    right one is a capital, "(B) 5" and "option B" are B. Inequalities with "or" between them are a union of intervals.
+    What is left is decided by math-verify. An answer of more than 1,000 characters is wrong, and so is one with sums,
+    differences or products left to do where the right one is a number.
 
     Args:
         answer: what `find_answer` found.
@@ -79,12 +96,15 @@ def is_right(answer: str, gold: str, *, strict: bool = False, seconds: float = 5
         return False  # algebra takes words for products, in which the order of letters does not matter
     if len(theirs) == 1 and theirs.isupper() and _CHOICE.match(_plain(answer)):
         return _CAPITAL.findall(_plain(answer)) == [theirs]
+    bases = [_BASE.findall(re.sub("[{}]", "", text)) for text in (ours, theirs)]
+    if all(bases) and bases[0] != bases[1]:
+        return False  # algebra takes no notice of them
     value, right = number(answer), number(gold)
     if right is not None and (value is not None or strict):
-        return value is not None and _same(value, right) and _name(ours, theirs) == _name(theirs, ours)
+        return value is not None and _same(value, right) and len({_name(ours), _name(theirs)} - {""}) < 2
     if (right is not None or strict) and _operations(ours) > _operations(theirs) * strict:
         return False
-    return equal(_both_signs(_plain(gold)), _both_signs(_plain(answer)), seconds)
+    return equal(_spelled_out(gold), _spelled_out(answer), seconds)
 
 
 def normal(text: str) -> str:
@@ -103,7 +123,11 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     part = {name: int(re.sub("[, ]", "", value)) for name, value in match.groupdict().items()
             if value and name not in ("sign", "plain", "percent", "scale")}
     if match["plain"]:
-        value = Fraction(re.sub("[, ]", "", match["plain"])) * Fraction(10) ** part.get("power", 0)
+        digits, again = re.sub("[, ]", "", match["plain"]), match["repeated"]
+        value = Fraction(digits)
+        if again:
+            value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits.partition(".")[2]))
+        value *= Fraction(10) ** part.get("power", 0)
     else:
         top, bottom = (part.get(long, part.get(short)) for long, short in (("top", "t"), ("bottom", "b")))
         top, bottom = part.get("over", top), part.get("under", bottom)
@@ -116,10 +140,12 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 def _plain(text: str) -> str:
     if not text.isascii():
-        text = re.sub(r"\d", lambda digit: str(int(digit[0])), _ROOT.sub(r"\\sqrt{\1}", text).translate(_CHARACTERS))
-    text = _POWER_OF_UNIT.sub(r"\1", _NO_MEANING.sub("", text.replace("~", " ")))
+        text = _ROOT.sub(r"\\sqrt{\1}", _SMALL.sub(_large, text).translate(_CHARACTERS))
+        text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
+    text = _POWER_OF_UNIT.sub(r"\1", _NO_MEANING.sub("", text.replace("~", " "))).replace(";", ", ")
     text = _EXPONENT.sub(r"\\cdot 10^{\1}", text)
-    text = _PI.sub(r"\\pi ", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    for spelling, latex in _SPELLED:
+        text = spelling.sub(latex, text)
     before = ""
     for _ in range(5):
         before, text = text, _WRAPPER.sub(r" \1 ", text)
@@ -129,15 +155,40 @@ def _plain(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
 
 
-def _name(text: str, other: str) -> str:
-    """The letter of which a text tells the value, if both do: "x" of "x=5"."""
-    return text[0].casefold() if text[1:2] == other[1:2] == "=" else ""
+def _large(small: re.Match[str]) -> str:
+    """A fraction, a power or an index in characters of their own, as LaTeX."""
+    text = unicodedata.normalize("NFKC", small[0]).replace("\u2044", "/").replace("\u2212", "-")
+    return f" {text}" if small[1] else f"^{{{text}}}" if small[2] else f"_{{{text}}}"
 
 
-def _both_signs(text: str) -> str:
-    """A text in which one plus-minus is spelled out as a list of two."""
+def _name(text: str) -> str:
+    """Of what a text tells the value: "x" of "x=5"."""
+    return text.rpartition("=")[0].casefold()
+
+
+def _spelled_out(text: str) -> str:
+    """A text in which one plus-minus is a list of two, and inequalities joined by "or" are a union of intervals."""
+    text = _plain(text)
     first, either, rest = text.partition("\\pm")
-    return f"{first}+{rest}, {first}-{rest}" if either and "," not in text and "\\pm" not in rest else text
+    if either and "," not in text and "\\pm" not in rest:
+        return f"{first}+{rest}, {first}-{rest}"
+    intervals = [_interval(part) for part in re.split(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])", text)]
+    return " \\cup ".join(intervals) if len(intervals) > 1 and all(intervals) else text
+
+
+def _interval(text: str) -> str:
+    """The interval of an inequality such as "x>2" or "1<x\\le2"; "" of another text."""
+    for relation, sign in _RELATIONS:
+        text = relation.sub(sign, text)
+    parts = [part.strip() for part in re.split("([<>\u2264\u2265])", text)]
+    if len(parts) > 1 and parts[1] in ">\u2265":
+        parts = [_TURNED.get(part, part) for part in reversed(parts)]
+    if len(parts) == 3:
+        parts = ["-\\infty", "<", *parts] if parts[0].isalpha() else [*parts, "<", "\\infty"]
+    if len(parts) != 5 or not parts[2].isalpha() or {parts[1], parts[3]} & {">", "\u2265"}:
+        return ""
+    low, above, _, below, high = parts
+    return f"{'[' if above != '<' else '('}{low}, {high}{']' if below != '<' else ')'}"
 
 
 def _same(value: tuple[Fraction, bool], right: tuple[Fraction, bool]) -> bool:

@@ -59,6 +59,21 @@ def test_extraction_grader_and_the_end_of_an_episode_agree(monkeypatch, reply, g
         ("So 3 times 4 gives 1,200 or so", "1,200"),
         ("From 3-5, minus: -8", "-8"),
         ("It is 3/4 of it", "3/4"),
+        ("It is .5", ".5"),
+        ("It is 2 1/2 of it", "2 1/2"),
+        (r"It is 2\frac12 of it", r"2\frac12"),
+        ("It is 1.5e3", "1.5e3"),
+        (r"It is 3 \times 10^{-5}.", r"3 \times 10^{-5}"),
+        ("It is 2^10.", "2^10"),
+        (r"It is 5 \%.", r"5 \%"),
+        (r"So it is $\sqrt{2}$.", r"\sqrt{2}"),
+        ("So\n\\[\nx = 2\\pi\n\\]", r"2\pi"),
+        ("She pays $5 and has $3 left", "3"),
+        ("It is $5$ of $6$ or 7", "7"),
+        ("<answer>x^2</answer>", "x^2"),
+        ("Answer: <answer> $x$ </answer> as 5 = 5", "x"),
+        (r"\boxed 1/2", "1/2"),
+        (r"\boxed 1,234, so", "1,234"),
         (r"It is $-\frac{3}{4}$", r"-\frac{3}{4}"),
         ("The answers are the same", "the same"),
         ("The answer is 5, which is prime.", "5"),
@@ -103,7 +118,8 @@ def test_no_text_raises(text):
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "answer is ", "1", "1,", "1/", "\\frac{1}{", "$", "\\(", "-", " ", "<think>", "\\",
+    "piece", ["\\boxed{", "{", "}", "answer is ", "1", "1,", "1/", "\\frac{1}{", "$", "\\(", "-", " ", "<think>",
+              "<answer>", "1 ", "1e", "1^", "10^{", ".", "\\",
               "\\boxed ", "####", "\n#### "])
 def test_a_text_of_a_million_characters_takes_no_time(piece):
     text = piece * (1_000_000 // len(piece))

@@ -20,9 +20,27 @@ RIGHT = [
     ("\uff15", "5"), ("\u0665", "5"), ("\u20135", "-5"), ("2\u221a3", r"2\sqrt{3}"), ("\u221a12", r"2\sqrt{3}"),
     ("x\u00b2", "x^2"), ("(\u2212\u221e,2)\u222a(3,\u221e)", r"(-\infty,2)\cup(3,\infty)"), ("2pi", r"2\pi"),
     ("x > 2", r"(2, \infty)"), (r"1\pm\sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"), ("2, -2", r"\pm 2"),
-    ("(B) 5", "B"), ("B. 5", "B"), (r"\textbf{(B)}\ 5", "B"), (r"\frac{1}{2^{99}}", "2^{-99}"),
+    ("2\u00bd", "2.5"), ("-\u2153", "-1/3"), ("1\u20442", "0.5"), ("10\u2075", "100000"),
+    ("6.02 \u00d7 10\u00b2\u00b3", "6.02e23"),
+    ("x\u207b\u00b9", "1/x"), ("101\u2082", "101_2"), ("\uff081\uff0c2\uff09", "(1,2)"), ("(1;2)", "(1,2)"),
+    (r"\cfrac{1}{2}", "0.5"),
+    (r"0.\overline{3}", r"\frac{1}{3}"), (r"\frac{1}{6}", r"0.1\overline{6}"), (r"\frac{1,000}{3}", r"\frac{1000}{3}"),
+    (r"P(A) = \frac12", "0.5"), ("f(2)=5", "5"), (r"\angle ABC = 90^\circ", "90"), ("S_{10} = 55", "55"),
+    ("|AB| = 5", "5"),
+    ("x<2 or x>3", r"(-\infty,2)\cup(3,\infty)"), (r"x \ge 3 \text{ or } 0 < x \leq 1", r"(0,1] \cup [3,\infty)"),
+    ("2 > x or 3 < x", "x<2 or x>3"), ("(-inf, 2) U (3, infinity)", r"(-\infty,2)\cup(3,\infty)"),
+    (r"\mathbb R", r"\mathbb{R}"), (r"\varnothing", r"\emptyset"), (r"\langle 1, 2 \rangle", "(1,2)"),
+    (r"10\,\frac{\text{m}}{\text{s}}", "10"), (r"10 \frac{\mathrm{m}}{\mathrm{s}^2}", "10"), ("5\u00b0C", "5"),
+    ("\u20b95", "5"),
+    (r"\boldsymbol{5}", "5"), (r"{\bf 5}", "5"), ("x**2", "x^2"), ("sqrt{2}", r"\sqrt{2}"), (r"\sim 4.5", "4.5"),
+    ("\u22484.5", "4.5"),
+    ("Option B", "B"), (r"\text{option (B)}", "B"), ("(B) 5", "B"), ("B. 5", "B"), (r"\textbf{(B)}\ 5", "B"),
+    (r"\frac{1}{2^{99}}", "2^{-99}"),
 ]  # fmt: skip
 WRONG = [
+    ("101_2", "101_3"), ("2\u00bd", "10.5"), (r"0.\overline{3}", "0.3"), ("x_1 = 5", "x_2 = 5"), (r"x \ne = 5", "5"),
+    ("Option A", "B"),
+    ("x<2 or x>3", r"(-\infty,2]\cup[3,\infty)"), ("x<2 or x>3", "(2,3)"), ("1;234", "1234"), ("5xy", "5"),
     (r"\frac{1}{2}", r"\frac{1}{3}"), ("5", "-5"), ("0.333", r"\frac{1}{3}"), ("12", "1 2"), ("(2,1)", "(1,2)"),
     (r"0.5\%", "0.5"), ("F", "E"), ("x^2", "x^3"), (r"\{1\}", r"\{1,2\}"), ("17+42", "59"),
     (r"6\cdot 3", "18"), ("3(6)", "18"), ("no idea", "5"), ("{", "5"), (r"\frac{1}{0}", "5"), ("1/0", "0"), ("", "5"),
@@ -60,7 +78,8 @@ def test_an_answer_that_leaves_the_work_undone_is_wrong_where_it_is_strict(answe
 
 @pytest.mark.parametrize(
     ("answer", "gold"),
-    [("6+5x+x^2", "x^2 + 5x + 6"), (r"7 \cdot x", "7x"), ("7*x", "7x"), (r"\frac{6}{8}", r"\frac{3}{4}")])
+    [("5cm", "5"), (r"\frac{ 1 }{ 2 }", "0.5"), (r"\theta = 5", "5"), ("6+5x+x^2", "x^2 + 5x + 6"),
+     (r"7 \cdot x", "7x"), ("7*x", "7x"), (r"\frac{6}{8}", r"\frac{3}{4}")])
 def test_another_order_or_notation_is_right_where_it_is_strict(answer, gold):
     assert is_right(answer, gold, strict=True) is True
 
