@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from .images import inline_images
 from .messages import Conversation, Message
 from .rewards import parts_of
 from .task_env import TaskEnv, finite
@@ -115,7 +114,3 @@ class ChatEnv(TaskEnv):
         self._over = bool(turn.terminated)
         info = {**parts_of(turn.reward), **copy.deepcopy(turn.info), "task_index": self._index}
         return observation, reward, self._over, False, info
-
-    def _fresh(self, messages: Any) -> Any:
-        """A copy with its images in it; what is no list of messages is told later."""
-        return copy.deepcopy(inline_images(messages)) if isinstance(messages, list | tuple) else messages

@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.error import ResetNeeded
 
 from .errors import ConfigError, EnvFailure
-from .messages import Conversation, Message
+from .messages import Conversation, Message, text_of
 from .opponents import POLICY, find_opponent, is_outside
 from .spaces import AssistantMessageSpace
 from .task_env import TaskEnv, _rendered, finite
@@ -23,6 +23,8 @@ __all__ = ["GameEnv", "IllegalMove", "result_of"]
 
 FORFEIT = -1.0
 """Reward of a seat that makes no legal move; the others get nothing for that."""
+_STARTS = 100
+"""Games that the random player may end before the policy's first turn, each with moves of its own."""
 Opponent = str | Callable[[Conversation], Message | str]
 
 
@@ -96,7 +98,7 @@ class GameEnv(TaskEnv):
 
     @abstractmethod
     def random_move(self, seat: str, rng: np.random.Generator) -> Message | str:
-        """A reply that means some legal move."""
+        """A reply that means some legal move; one that means none is a failure of the env."""
 
     def cut(self) -> bool:
         """Whether the game that is over was cut, by a limit of its own on its length."""
@@ -116,27 +118,23 @@ class GameEnv(TaskEnv):
             or "model:FOLDER"), "opponent" and `task_index`.
 
         Raises:
-            EnvFailure: reason "opponent": an opponent ended the game before that.
+            EnvFailure: reason "opponent": an opponent ended the game before that; the random player, in each of
+                `_STARTS` games.
         """
         self._choose(seed, options)
         if not self.seats or len(set(self.seats)) < len(self.seats):
             raise ConfigError(f"{self._name}.seats: {self.seats!r}; write a name for each, in the order of play")
-        self.rng = np.random.default_rng([self._index])
-        self.begin(self._index)
         draws = np.random.default_rng([self._index, 1])
         mine, self._opponent = self.seats[draws.integers(len(self.seats))], draws.choice(len(self._opponents))
         self._chance = np.random.default_rng([self._index, 2])
         name, _ = self._opponents[self._opponent]
         self._players = {seat: POLICY if name == "self" or seat == mine else name for seat in self.seats}
-        self._conversations = {seat: self._opening(seat) for seat in self.seats}
-        self._totals = dict.fromkeys(self.seats, 0.0)
-        self._illegal, self._in_a_row, self._lost = dict.fromkeys(self.seats, 0), 0, False
-        self._earned = dict.fromkeys(self.seats, 0.0)
-        self._advance()
-        if self._ended:
-            raise EnvFailure("opponent", f"{self._name}: the game was over before the policy's first turn")
-        self._over = False
-        return self._observe_seat(), self._about(self._seat)
+        for _ in range(_STARTS if name == "random" else 1):
+            self._start()
+            if not self._ended:
+                self._over = False
+                return self._observe_seat(), self._about(self._seat)
+        raise EnvFailure("opponent", f"{self._name}: the game was over before the policy's first turn")
 
     def step(self, action: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
         """Takes the reply of the seat whose turn it is, and lets the env's own opponents move after it.
@@ -180,6 +178,15 @@ class GameEnv(TaskEnv):
         return "\n\n".join("\n\n".join([f"=== {seat} ({self._totals[seat]:g})", *map(_rendered, conversation)])
                            for seat, conversation in self._conversations.items())
 
+    def _start(self) -> None:
+        self.rng = np.random.default_rng([self._index])
+        self.begin(self._index)
+        self._conversations = {seat: self._opening(seat) for seat in self.seats}
+        self._totals = dict.fromkeys(self.seats, 0.0)
+        self._illegal, self._in_a_row, self._lost = dict.fromkeys(self.seats, 0), 0, False
+        self._earned = dict.fromkeys(self.seats, 0.0)
+        self._advance()
+
     @property
     def _ended(self) -> bool:
         return self._lost or self.turn() is None
@@ -205,7 +212,7 @@ class GameEnv(TaskEnv):
             if not conversation or conversation[-1]["role"] in ("assistant", "system"):
                 shown = self.view(self._seat)
                 self._returned("view", shown, isinstance(shown, str | list | tuple), "a text, or messages")
-                conversation += [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
+                conversation += [{"role": "user", "content": shown}] if isinstance(shown, str) else self._fresh(shown)
             if is_outside(self._players[self._seat]):
                 return
             self._take(self._seat, self._answer(self._seat))
@@ -237,6 +244,9 @@ class GameEnv(TaskEnv):
         try:
             rewards = self.move(seat, copy.deepcopy(message))
         except IllegalMove as error:
+            if self._players[seat] == "random":
+                raise EnvFailure("opponent", f"{self._name}.random_move: {text_of(message)!r:.200} is no legal move: "
+                                 f"{error}") from error
             self._illegal[seat] += 1
             self._in_a_row += 1
             self._conversations[seat].append({"role": "user", "content": f"That is no legal move: {error}."})

@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from .errors import EnvFailure
+from .images import inline_images
 from .messages import Conversation, Message, text_of, validate_conversation
 from .spaces import AssistantMessageSpace, ConversationSpace
 
@@ -126,6 +127,10 @@ class TaskEnv(gym.Env[Conversation, Message], ABC):
             bound = "an integer from 0 on" if self.num_tasks is None else f"an integer from 0 to {self.num_tasks - 1}"
             raise ValueError(f"{self._name}: reset option 'index' is {options['index']!r}; write {bound}")
         return index
+
+    def _fresh(self, messages: Any) -> Any:
+        """A copy with its images in it; what is no list of messages is told later."""
+        return copy.deepcopy(inline_images(messages)) if isinstance(messages, list | tuple) else messages
 
     def _observe(self, source: str, tools: list[dict[str, Any]]) -> Conversation:
         observation = {"messages": self._messages, "tools": tools}

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Space, Text
+from gymnasium.spaces import Discrete, Space, Text
 
-from ..errors import ConfigError, NotAChatEnv
+from ..errors import ConfigError, EnvFailure, NotAChatEnv
 from ..messages import Message, text_of
 from ..multi_agent import GameEnv, IllegalMove, Opponent
 from ..registry import register
@@ -82,6 +82,7 @@ class PettingZooEnv(GameEnv):
         """Resets the game with the seed `index`."""
         self._cut = False
         self.env.reset(seed=index)
+        self._owed_last = set(self.env.agents)
         self._owed = self._collect()
 
     def turn(self) -> str | None:
@@ -109,7 +110,7 @@ class PettingZooEnv(GameEnv):
             text = self._describe(self.env, agent, observation, info)
         else:
             text = _told(observation, self.env.observation_space(agent))
-        legal = self._legal(observation, info)
+        legal = self._legal(seat)
         return text if legal is None else f"{text}\nLegal actions: {', '.join(map(str, legal))}."
 
     def move(self, seat: str, message: Message) -> Mapping[str, float]:
@@ -126,8 +127,7 @@ class PettingZooEnv(GameEnv):
                 action = text if isinstance(space, Text) else parse_action(text, space)
         except ValueError as error:
             raise IllegalMove(str(error)) from error
-        observation, _, _, _, info = self.env.last()
-        legal = self._legal(observation, info)
+        legal = self._legal(seat)
         if action not in space or (legal is not None and int(action) not in legal):
             allowed = f"{space!r:.80}" if legal is None else ", ".join(map(str, legal))
             raise IllegalMove(f"{action!r:.80} is not among {allowed}")
@@ -137,8 +137,7 @@ class PettingZooEnv(GameEnv):
 
     def random_move(self, seat: str, rng: np.random.Generator) -> str:
         """A legal action, or any sample of the action space, in words."""
-        observation, _, _, _, info = self.env.last()
-        legal = self._legal(observation, info)
+        legal = self._legal(seat)
         if legal is not None:
             return str(legal[rng.integers(len(legal))])
         space = self.env.action_space(self._agents[seat])
@@ -151,7 +150,11 @@ class PettingZooEnv(GameEnv):
         self.env.close()
 
     def _collect(self) -> dict[str, float]:
-        """What the selected agent got since it last moved, and those before it that are out, who leave the game."""
+        """What the selected agent got since it last moved, and those before it that are out, who leave the game.
+
+        Raises:
+            EnvFailure: reason "reward": agents left without a turn to get theirs.
+        """
         rewards: dict[str, float] = defaultdict(float)
         while self.env.agents:
             agent = self.env.agent_selection
@@ -160,14 +163,22 @@ class PettingZooEnv(GameEnv):
             if not (terminated or truncated):
                 break
             self._cut = bool(truncated and not terminated)
+            self._owed_last.discard(agent)
             self.env.step(None)
+        if not self.env.agents and self._owed_last:
+            who = ", ".join(sorted(map(str, self._owed_last)))
+            raise EnvFailure("reward", f"{self._name}: {who} left without a turn to get their last rewards; end a game "
+                             "by terminations or truncations, and let step(None) remove the agents")
         return rewards
 
-    @staticmethod
-    def _legal(observation: Any, info: Mapping[str, Any]) -> list[int] | None:
+    def _legal(self, seat: str) -> list[int] | None:
+        """The actions of a Discrete space that the game's mask leaves; None without one."""
+        space, (observation, _, _, _, info) = self.env.action_space(self._agents[seat]), self.env.last()
         mask = observation.get(_ACTION_MASK) if isinstance(observation, Mapping) else None
         mask = info.get(_ACTION_MASK) if mask is None else mask
-        return None if mask is None else [int(action) for action in np.flatnonzero(mask)]
+        if mask is None or not isinstance(space, Discrete):
+            return None
+        return [int(space.start + action) for action in np.flatnonzero(mask)]
 
 
 def register_ids() -> None:

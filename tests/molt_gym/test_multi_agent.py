@@ -162,6 +162,40 @@ def test_opponents_that_fail_are_a_failure_of_the_env_and_no_reward() -> None:
         assert failure.value.reason == "opponent"
 
 
+def test_a_random_player_that_knows_no_legal_move_is_a_failure_and_wins_nobody_a_game(monkeypatch) -> None:
+    monkeypatch.setattr(Auction, "random_move", lambda self, seat, rng: "?")
+    with pytest.raises(EnvFailure, match=r"Auction.random_move: '\?' is no legal move: write a number") as failure:
+        env = Auction(opponent="random")
+        env.reset(options={"index": 3})
+        env.step(say("1"))
+    assert failure.value.reason == "opponent"
+
+
+def test_a_game_that_ended_by_chance_before_the_policys_turn_is_begun_again() -> None:
+    class Quits(Auction):
+        def turn(self):
+            return None if 0 in self.bids else super().turn()
+
+        def random_move(self, seat, rng):
+            return str(rng.integers(2))
+
+    for index in range(30):
+        starts = [Quits(opponent="random").reset(options={"index": index}) for _ in range(2)]
+        assert starts[0] == starts[1] and starts[0][1]["player"] == "policy"
+
+
+def test_messages_of_a_view_are_copies() -> None:
+    class Views(Auction):
+        def view(self, seat):
+            self.shown = [{"role": "user", "content": f"Bids: {self.bids}."}]
+            return self.shown
+
+    env = Views()
+    env.reset(options={"index": 0})
+    env.shown[0]["content"] = "changed"
+    assert env.conversation("a")["messages"][-1]["content"] == "Bids: []."
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"opponent": "nobody"}, "opponent: 'nobody'; write 'self', 'random'"),
     ({"opponent": []}, "opponent: the list is empty"),

@@ -7,10 +7,10 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete, Text
+from gymnasium.spaces import Box, Discrete, MultiDiscrete, Text
 
 import molt_gym
-from molt_gym import ConfigError, NotAChatEnv, PettingZooEnv
+from molt_gym import ConfigError, EnvFailure, NotAChatEnv, PettingZooEnv
 from molt_gym.conformance import check
 from molt_gym.multi_agent import FORFEIT
 
@@ -128,6 +128,72 @@ def test_in_a_parallel_game_seats_speak_by_turns_and_hear_of_a_round_only_when_i
 def test_a_parallel_games_rewards_reach_each_seat() -> None:
     totals, *_ = played(PettingZooEnv(Words), lambda seat: "long" if seat == "a" else "no", 0)
     assert totals == {"a": 3.0, "b": 0.0}
+
+
+class Counting(pettingzoo.AECEnv):
+    """By turns "a" and "b" name a number; the second one wins 1. Turns and ends are PettingZoo's own unless `abrupt`."""
+
+    metadata = {"name": "counting_v0", "render_modes": []}
+    possible_agents = ["a", "b"]
+    render_mode = None
+
+    def __init__(self, space, mask=None, abrupt=False):
+        self.space, self.mask, self.abrupt, self.taken = space, mask, abrupt, []
+
+    def observation_space(self, agent):
+        return Text(20, min_length=0)
+
+    def action_space(self, agent):
+        return self.space
+
+    def observe(self, agent):
+        return "name a number"
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.agent_selection = list(self.possible_agents), "a"
+        self.rewards, self._cumulative_rewards = dict.fromkeys(self.agents, 0), dict.fromkeys(self.agents, 0)
+        self.terminations, self.truncations = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
+        self.infos = {agent: {"action_mask": self.mask} if self.mask is not None else {} for agent in self.agents}
+
+    def step(self, action):
+        if self.terminations[self.agent_selection]:
+            return self._was_dead_step(action)
+        self.taken.append(action)
+        if self.agent_selection == "b":
+            self.rewards = {"a": -1, "b": 1}
+            self._accumulate_rewards()
+            self.terminations = dict.fromkeys(self.agents, True)
+            self.agents = [] if self.abrupt else self.agents
+        self.agent_selection = "b" if self.agent_selection == "a" else "a"
+
+
+def test_a_mask_counts_from_where_the_actions_begin() -> None:
+    env = PettingZooEnv(lambda: Counting(Discrete(3, start=5), np.array([1, 0, 1], np.int8)))
+    observation, _ = env.reset()
+    assert observation["messages"][-1]["content"] == "name a number\nLegal actions: 5, 7."
+    observation, *_ = env.step(say("6"))
+    assert observation["messages"][-1]["content"] == "That is no legal move: 6 is not among 5, 7."
+    env.step(say("7"))
+    *_, terminated, _, info = env.step(say("5"))
+    assert terminated and env.env.unwrapped.taken == [7, 5] and info["results"] == {"a": "loss", "b": "win"}
+    env.reset()
+    assert {env.random_move("a", np.random.default_rng(seed)) for seed in range(20)} == {"5", "7"}
+
+
+def test_a_mask_of_several_numbers_leaves_a_game_playable() -> None:
+    mask = (np.array([1, 0], np.int8), np.array([1, 1], np.int8))
+    for opponent in ("self", "random"):
+        totals, actions, _ = played(PettingZooEnv(lambda: Counting(MultiDiscrete([2, 2]), mask), opponent=opponent),
+                                    lambda seat: "0 1", 0)
+        assert set(actions) == {"0 1"} and sorted(totals.values()) == [-1, 1]
+
+
+def test_a_game_that_drops_its_agents_with_their_rewards_is_a_failure() -> None:
+    env = PettingZooEnv(lambda: Counting(Discrete(3), abrupt=True))
+    env.reset()
+    env.step(say("0"))
+    with pytest.raises(EnvFailure, match="a, b left without a turn to get their last rewards"):
+        env.step(say("1"))
 
 
 def test_describe_and_parse_of_the_user_take_the_place_of_either_side() -> None:
