@@ -1,11 +1,13 @@
 """Coroutines that a signal asks to end.
 
-Invariant: the first Ctrl-C or SIGTERM cancels the work, which then saves what it has; later ones do not disturb that.
+Invariant: the first Ctrl-C, SIGTERM or SIGHUP (the terminal is closed) cancels the work, which then saves what it has;
+later ones do not disturb that.
 Where others handle the signals already, they are left to them; from who takes them over later, as Ray does, they are
 taken back by `retake`.
 """
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
@@ -18,13 +20,14 @@ from molt_gym.threads import call_in_thread
 
 T = TypeVar("T")
 
-_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run on an event loop of its own, in a thread of its own where one is running already, as in a notebook.
 
-    Ctrl-C cancels the work and raises KeyboardInterrupt when it has ended; SIGTERM does so with SystemExit(143).
+    Ctrl-C cancels the work and raises KeyboardInterrupt when it has ended; SIGTERM does so with SystemExit(143), SIGHUP
+    with SystemExit(129).
     """
     try:
         asyncio.get_running_loop()
@@ -59,11 +62,11 @@ def retake() -> None:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Processes that are started within are not ended by a SIGTERM to all of a run's, which is for this one to heed.
+    """Processes that are started within are not ended by a signal to all of a run's, which is for this one to heed.
 
     Torch compiles in such processes, and waits for ever for those that are gone; they end with this process.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
@@ -85,7 +88,10 @@ async def _terminable(work: Coroutine[Any, Any, T], signals: list[signal.Signals
         if len(received) == 1:
             task.cancel()
         else:
-            print("already ending; what there is gets saved first", file=sys.stderr, flush=True)
+            # The terminal may be gone.
+            with suppress(OSError):
+                print(f"already ending; what there is gets saved first (kill -KILL {os.getpid()} gives that up; older "
+                      "checkpoints stay whole)", file=sys.stderr, flush=True)
 
     for number in signals:
         loop.add_signal_handler(number, end, number)

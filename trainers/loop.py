@@ -133,14 +133,16 @@ class Loop:
                     # Before anything waits for what it was writing.
                     await self._end_actor()
         except BaseException as error:
-            await self._stop()
-            interrupted = isinstance(error, asyncio.CancelledError)
-            if interrupted or self.step:
-                self.progress.message(f"{'interrupted' if interrupted else 'failed'} after step {self.step}, "
-                                      f"{await self._try_save()}; go on with --resume {self.run_dir.path}")
+            await self._to_the_end(self._end_early(interrupted=isinstance(error, asyncio.CancelledError)))
             raise
         finally:
             watching.cancel()
+
+    async def _end_early(self, *, interrupted: bool) -> None:
+        await self._stop()
+        if interrupted or self.step:
+            self.progress.message(f"{'interrupted' if interrupted else 'failed'} after step {self.step}, "
+                                  f"{await self._try_save()}; go on with --resume {self.run_dir.path}")
 
     async def close(self) -> None:
         """End the actor and what is in flight."""
@@ -326,5 +328,5 @@ class Loop:
             return "not saved, as it was in the middle of a step"
         try:
             return f"saved as {await self._save()}"
-        except (OSError, ActorLost) as error:
+        except Exception as error:  # noqa: BLE001  it must not take the place of what ended the run
             return f"not saved ({error}); older checkpoints are as they were"

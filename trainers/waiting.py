@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,16 +17,19 @@ async def finished(
         say: told what `work` raised then.
     """
     task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await interrupted()
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        if not task.cancelled() and (error := task.exception()) is not None:
-            say(f"while this was interrupted: {error}")
-        raise
+    pending, cut = {task}, None
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            if cut is None:
+                pending.add(asyncio.ensure_future(interrupted()))
+            cut = error
+    if cut is None:
+        return task.result()
+    if not task.cancelled() and (error := task.exception()) is not None:
+        say(f"while this was interrupted: {error}")
+    raise cut
 
 
 async def attended(

@@ -537,6 +537,68 @@ async def test_rollouts_go_on_while_a_checkpoint_is_written_and_a_second_interru
     assert parts.lines[-1] == (step, None) and step >= 2
 
 
+async def test_the_first_interrupt_is_answered_at_once_and_the_step_under_way_is_saved(parts_of) -> None:
+    parts, training, go = parts_of(), threading.Event(), threading.Event()
+
+    def train() -> None:
+        training.set()
+        assert go.wait(WAIT)
+
+    parts.train = train
+    run = asyncio.create_task(parts.run())
+    await until(training.is_set)
+    run.cancel()
+    await until(lambda: parts.out.getvalue() == "ending; what is under way is finished first\n")
+    go.set()
+    await ended(run)
+    assert parts.saved == ["step-000001"] and parts.out.getvalue().count("ending;") == 1
+    assert "interrupted after step 1, saved as" in parts.out.getvalue()
+
+
+async def test_an_interrupt_while_a_run_that_failed_comes_to_rest_does_not_lose_what_it_learnt(parts_of) -> None:
+    parts, resting, go = parts_of(), asyncio.Event(), asyncio.Event()
+    original = parts.play
+
+    async def play(ticket: Any) -> Trajectory:
+        trajectory = await original(ticket)
+        if ticket.step == 2:
+            trajectory.reward, trajectory.failure = None, Failure("judge", "is away", "")
+        return trajectory
+
+    async def close(original: Callable = parts.pool.close) -> None:
+        resting.set()
+        await go.wait()
+        await original()
+
+    parts.play, parts.pool.close = play, close
+    run = asyncio.create_task(parts.run())
+    await asyncio.wait_for(resting.wait(), WAIT)
+    run.cancel()
+    await asyncio.sleep(0.05)
+    go.set()
+    await ended(run)
+    assert parts.saved == ["step-000001"] and "failed after step 1, saved as" in parts.out.getvalue()
+
+
+async def test_what_ended_a_run_is_told_also_where_its_state_cannot_be_saved(parts_of) -> None:
+    parts = parts_of()
+    original = parts.play
+
+    async def play(ticket: Any) -> Trajectory:
+        trajectory = await original(ticket)
+        if ticket.step == 2:
+            trajectory.reward, trajectory.failure = None, Failure("judge", "is away", "")
+        return trajectory
+
+    def save(folder: Path) -> None:
+        raise RuntimeError("the device is gone")
+
+    parts.play, parts.save = play, save
+    with pytest.raises(RunFailed, match="2 of 2 rollouts of step 2 failed .judge 2"):
+        await asyncio.wait_for(parts.run(), WAIT)
+    assert "failed after step 1, not saved (the device is gone)" in parts.out.getvalue()
+
+
 async def test_a_step_is_saved_without_the_engines_that_the_same_signal_ended(parts_of) -> None:
     parts, training, go = parts_of(), threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Iterators that take their time, off the event loop."""
+"""Work that must not be cut off, and iterators that take their time, off the event loop."""
 
 import asyncio
 import threading
@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from molt_gym.trainers.waiting import threaded
+from molt_gym.trainers.waiting import finished, threaded
 
 SECONDS = 10
 
@@ -95,3 +95,31 @@ def test_what_the_iterator_raises_reaches_the_reader():
 
     with pytest.raises(OSError, match="no more"):
         asyncio.run(read())
+
+
+@pytest.mark.parametrize("trouble", [None, "the disk is full"])
+def test_work_is_done_to_its_end_however_often_and_whenever_that_is_cancelled(trouble):
+    async def interrupt():
+        told, said, done = [], [], asyncio.Event()
+
+        async def work():
+            await done.wait()
+            if trouble:
+                raise OSError(trouble)
+
+        async def interrupted():
+            told.append(1)
+            await asyncio.sleep(0.05)
+
+        task = asyncio.ensure_future(finished(work(), interrupted, said.append))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            task.cancel()
+        await asyncio.sleep(0.1)
+        assert told == [1] and not task.done()
+        done.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, SECONDS)
+        assert said == ([f"while this was interrupted: {trouble}"] if trouble else [])
+
+    asyncio.run(interrupt())
