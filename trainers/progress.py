@@ -19,6 +19,26 @@ Metrics = Mapping[str, Any]
 TIME_PARTS = ("rollout", "logprobs", "train", "weights")
 
 
+class _Lasting:
+    """A stream that cannot end a run: what it cannot hold is escaped, and lost once its pipe or terminal is closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding or "utf-8"
+        with contextlib.suppress(OSError):
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 class Progress:
     """Prints one aligned, self-describing line a step, for logs; told by the loop what happened, from one thread.
 
@@ -26,7 +46,7 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stdout
+        self.stream: Any = _Lasting(stream or sys.stdout or open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         self.steps = 0
         self.evaluations: dict[str, list[tuple[str, float]]] = {}
 
@@ -61,13 +81,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Something worth a line of its own; may come before `start`."""
-        with contextlib.suppress(OSError):  # A run outlives the pipe that its log goes to.
-            print(self.encodable(text), file=self.stream, flush=True)
-
-    def encodable(self, text: str) -> str:
-        """`text` with what the stream cannot hold as escapes."""
-        encoding = self.stream.encoding or "utf-8"
-        return text.encode(encoding, "backslashreplace").decode(encoding)
+        print(text, file=self.stream, flush=True)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is over; `summary` is shown as name and value, a line each."""
@@ -89,7 +103,9 @@ class Progress:
 def make_progress(stream: TextIO | None = None) -> Progress:
     """The live display if `stream` (standard output) is a terminal that can show it, else plain lines."""
     stream = stream or sys.stdout
-    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+    # Standard output may be closed.
+    able = stream is not None and stream.isatty() and (stream.encoding or "").lower().startswith("utf")
+    if able and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
         from .progress_live import LiveProgress
 
         return LiveProgress(stream)

@@ -35,7 +35,7 @@ class LiveProgress(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
-        self._console = Console(file=stream, highlight=False)
+        self._console = Console(file=self.stream, highlight=False)
         self._live: Live | None = None
         self._title = self._run_dir = ""
         self._now = self._first = 0
@@ -72,7 +72,7 @@ class LiveProgress(Progress):
 
     def message(self, text: str) -> None:
         """See `Progress`."""
-        self._console.print(Text(self.encodable(text)))
+        self._console.print(Text(text))
 
     def close(self) -> None:
         """Leave the last picture on the screen."""

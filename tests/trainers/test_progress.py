@@ -120,7 +120,7 @@ def on_terminal(code, **environment):
     except OSError:
         pass  # Linux says EIO when the other end is closed.
     os.close(master)
-    return process.wait(timeout=60), output.decode()
+    return process.wait(timeout=60), output.decode(errors="replace")
 
 
 def test_a_terminal_gets_the_live_display():
@@ -142,6 +142,36 @@ def test_no_colour_is_used_where_none_is_wanted():
     assert "LiveProgress" in text and "\x1b[36m" not in text and "\x1b[32m" not in text
 
 
-def test_a_dumb_terminal_gets_plain_lines():
-    _, text = on_terminal(RUN.replace("FINALLY", ""), TERM="dumb")
-    assert "LiveProgress" not in text and "\x1b" not in text
+@pytest.mark.parametrize("kind", [{"TERM": "dumb"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_a_terminal_that_cannot_show_the_display_gets_plain_lines(kind):
+    code, text = on_terminal(RUN.replace("FINALLY", "progress.finish({})"), **kind)
+    assert code == 0 and "LiveProgress" not in text and "\x1b" not in text and "step  2/40" in text
+
+
+def test_names_that_no_encoding_holds_are_shown_with_escapes():
+    run = RUN.replace('model="tiny"', 'model="odd-\\udcff"')
+    code, text = on_terminal(run.replace("FINALLY", "progress.finish({})"))
+    assert code == 0 and "odd-\\udcff" in text
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_run():
+    code = RUN.replace("FINALLY", """
+    import os, pty, sys
+    ours, theirs = pty.openpty()
+    os.environ["TERM"] = "xterm"
+    with make_progress(os.fdopen(theirs, "w")) as live:
+        live.start(load_config("CodeExec-v0", model="tiny"), "runs/y")
+        os.close(ours)
+        live.message("nobody listens")
+        live.step({"step": 1})
+        live.finish({"held-out": 0.75})
+    print(type(live).__name__, "is closed", file=sys.stderr)
+    os._exit(0)  # What is left in the stream's buffer can be written nowhere.
+""")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.endswith("LiveProgress is closed\n"), done.stderr
+
+
+def test_a_run_without_a_standard_output_goes_on_without_a_word():
+    code = "import os, sys; os.close(1); sys.stdout = None\n" + RUN.replace("FINALLY", "progress.finish({})")
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
