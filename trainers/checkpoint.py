@@ -50,17 +50,15 @@ class Checkpoints:
         self._folder, self._keep, self._asynchronous, self._about = folder, keep, asynchronous, about
         self._say, self._mark = say, mark
         self._writing: Future[Path] | None = None
+        self._last: Path | None = None
         self.step: int | None = None
         """Of the state that is saved or being written, the last one; None if it could not be written."""
 
     def newest(self) -> Path | None:
         """See `newest_checkpoint`, once all is written; its step counts as saved."""
         self.settle()
-        path = newest_checkpoint(self._folder)
-        self.step, self._writing = None, None
-        if path is not None:
-            self.step, self._writing = load_state(path)["step"], Future()
-            self._writing.set_result(path)
+        path = self._last = newest_checkpoint(self._folder)
+        self.step, self._writing = None if path is None else load_state(path)["step"], None
         return path
 
     def begin(self, step: int, actor: Actor, state: Mapping[str, Any]) -> None:
@@ -82,24 +80,18 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> Path:
-        """Wait until the one that was begun last is on disk.
+        """The newest one, once it is on disk.
 
         Raises:
             OSError: the disk was full or refused; what was there before still is.
             RunFailed: the actor failed.
         """
-        self.settle()
-        return self._writing.result()
+        return self._last if self._writing is None else self._writing.result()
 
     def last(self) -> Path | None:
-        """The one that was begun last, once it is on disk; None if there is none, or it could not be written."""
+        """The newest one, once none is being written; None if there is none."""
         self.settle()
-        return None if self._writing is None or self._writing.exception() else self._writing.result()
-
-    @property
-    def written(self) -> bool:
-        """Whether none is being written."""
-        return self._writing is None or self._writing.done()
+        return self._last
 
     def settle(self) -> None:
         """Wait for what is being written, whatever becomes of it."""
@@ -123,6 +115,7 @@ class Checkpoints:
             self.step = None
             self._say(f"step {step} not saved ({error}); older checkpoints are as they were")
             raise
+        self._last = path
         self._mark()
         self._prune(path)
         self._say(f"step {step} saved as {path}")
@@ -132,7 +125,7 @@ class Checkpoints:
         # Later ones are not whole, or this run would have gone on from them: they must not take the place of one that
         # is.
         best = best_checkpoint(self._folder)
-        for old in [other for other in _all(self._folder) if _step(other) <= _step(path)][: -self._keep]:
+        for old in [other for other in by_step(self._folder) if step_of(other) <= step_of(path)][: -self._keep]:
             if old != best:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -166,12 +159,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def _all(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint, by step."""
-    return sorted((path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()), key=_step)
+def by_step(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint, the oldest first."""
+    return sorted((path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint tells."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -182,7 +176,8 @@ def mark_best(folder: Path, scores: Mapping[int, Any]) -> Path | None:
     link.
     """
     link = folder / BEST
-    there = [step for step, score in scores.items() if score == score and checkpoint_path(folder, step).is_dir()]
+    there = [step for step, score in scores.items()
+             if not np.isnan(score).any() and checkpoint_path(folder, step).is_dir()]
     if not there:
         link.unlink(missing_ok=True)
         return None
@@ -206,7 +201,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; each broken one that is newer is named in a warning."""
-    for path in reversed(_all(folder)):
+    for path in reversed(by_step(folder)):
         trouble = problem(path)
         if trouble is None:
             return path

@@ -5,7 +5,6 @@ goes on from that one plays against the same.
 """
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,11 @@ import numpy as np
 from molt_gym.opponents import LEAGUE
 from molt_gym.registry import find_spec
 
+from .atomic import recover
+from .checkpoint import by_step, step_of
 from .config import Config
 from .export import export_checkpoint
-from .rollout.frozen import league_folder, members
+from .rollout.frozen import league_folder
 from .rollout.mixture import split
 
 __all__ = ["League", "wants_league"]
@@ -45,6 +46,7 @@ class League:
         self._base, self._options, self._seed = base, config.league, config.seed
         self._folder = league_folder(config)
         self._folder.mkdir(parents=True, exist_ok=True)
+        recover(self._folder)
 
     def update(self, checkpoint: Path | None) -> None:
         """Let the newest checkpoint join, and members leave that are too many or that come after it.
@@ -52,22 +54,17 @@ class League:
         Raises:
             OSError: the disk is full or refuses.
         """
-        last = checkpoint.name if checkpoint is not None else ""
-        there = [path for path in members(self._folder) if path.name <= last]
-        names = [path.name for path in there]
-        if checkpoint is not None and last not in names:
-            names.append(last)
-        chosen = self._chosen(names)
-        if checkpoint is not None and last in chosen and not (self._folder / last).is_dir():
-            export_checkpoint(checkpoint, self._folder / last, self._base)
-        for path in members(self._folder):
-            if path.name not in chosen:
+        last = -1 if checkpoint is None else step_of(checkpoint)
+        steps = {step for path in by_step(self._folder) if (step := step_of(path)) < last}
+        if checkpoint is not None:
+            steps.add(last)
+        chosen = sorted(steps, key=self._rank)[: self._options.size]
+        if last in chosen and not (own := self._folder / checkpoint.name).is_dir():
+            export_checkpoint(checkpoint, own, self._base)
+        for path in by_step(self._folder):
+            if step_of(path) not in chosen:
                 shutil.rmtree(path)
 
-    def _chosen(self, names: Sequence[str]) -> set[str]:
-        return set(sorted(names, key=self._rank)[: self._options.size])
-
-    def _rank(self, name: str) -> float:
-        step = int(name.rpartition("-")[2])
+    def _rank(self, step: int) -> float:
         # Those with the lowest of numbers drawn once for each are a sample of all that there ever were.
         return -step if self._options.pick == "newest" else np.random.default_rng([self._seed, _SALT, step]).random()

@@ -199,6 +199,18 @@ def test_a_step_that_fails_at_once_can_be_tried_again(
     assert checkpoints.finish() == newest_checkpoint(folder)
 
 
+def test_where_a_step_could_not_be_written_the_last_one_is_that_before_it(
+    actor: LocalActor, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(folder, KEEP)
+    assert checkpoints.last() is None
+    assert checkpoints.newest() == checkpoints.last() == folder / "step-000003"
+    checkpoints.begin(4, actor, {})
+    assert checkpoints.last() == folder / "step-000004"
+    checkpoints.begin(5, actor, {"not JSON": object()})
+    assert checkpoints.last() == folder / "step-000004"
+
+
 def test_saving_a_step_again_keeps_the_first_until_the_second_is_there(
     actor: LocalActor, folder: Path, tmp_path: Path, at_each_write: AtEachWrite
 ) -> None:
@@ -390,7 +402,9 @@ def test_the_best_stays_beside_the_newest_and_its_link_is_replaced_never_missing
 
 def test_without_a_score_of_a_checkpoint_there_is_no_best(actor: LocalActor, folder: Path) -> None:
     assert best_checkpoint(folder) is None
-    assert mark_best(folder, {2: float("nan"), 3: -1.0, 0: 2.0}) == folder / "step-000003"
+    nan = float("nan")
+    assert mark_best(folder, {2: nan, 3: -1.0, 0: 2.0}) == folder / "step-000003"
+    assert mark_best(folder, {2: (-1.0, -1.0), 3: (nan, nan)}) == folder / "step-000002"
     mark_best(folder, {2: 0.5})
     assert mark_best(folder, {0: 1.0}) is None and best_checkpoint(folder) is None
     mark_best(folder, {2: 0.5})

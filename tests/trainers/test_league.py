@@ -57,6 +57,21 @@ def test_members_are_as_many_as_allowed_stay_over_an_interruption_and_none_is_ne
     assert max(update(run, folder, first)) == first and update(run, folder, 0) == []
 
 
+def test_the_oldest_is_that_of_the_lowest_number_and_what_is_no_checkpoint_stays(make):
+    folder, run = make(2, "newest")
+    (folder / "league" / "step-mine").mkdir()
+    for step in (999_999, 1_000_000, 1_000_001):
+        run.update(folder / "checkpoints" / f"step-{step}")
+    assert sorted(path.name for path in (folder / "league").iterdir()) == ["step-1000000", "step-1000001", "step-mine"]
+
+
+def test_what_a_crash_left_of_a_member_is_removed(make):
+    folder, _ = make(2, "newest")
+    (folder / "league" / ".partial-step-000002-0a").mkdir()
+    League(load_config("Test-v0", overrides={"out": str(folder)}), folder / "base")
+    assert not list((folder / "league").iterdir())
+
+
 @pytest.mark.parametrize(("overrides", "wanted"), [
     ({}, False),
     ({"env_kwargs": {"opponent": "random"}}, False),

@@ -6,9 +6,8 @@ its replies are a function of the seed, as those of the policy are.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from molt_gym.messages import Conversation, Message
 from molt_gym.opponents import LEAGUE, MODEL
 from molt_gym.tokens import Renderer, Sampling, Trajectory
 
+from ..checkpoint import by_step
 from ..config import Config
 from .engine import RolloutEngine
 from .gate import Gate
@@ -27,8 +27,6 @@ from .table import Others
 from .ticket import Ticket
 from .transformers_engine import TransformersEngine
 
-__all__ = ["FrozenModels", "league_folder", "members"]
-
 _SALT = 0x6C67
 """Keeps the draws of opponents apart from others."""
 
@@ -36,18 +34,6 @@ _SALT = 0x6C67
 def league_folder(config: Config) -> Path | None:
     """Where the league of a run is, if it has a folder."""
     return Path(config.out) / "league" if config.out else None
-
-
-def members(league: Path) -> list[Path]:
-    """The model folders of a league, the oldest first."""
-    return sorted(league.glob("step-*"))
-
-
-@dataclass(frozen=True)
-class _Setup:
-    gate: Gate
-    sampling: Sampling
-    threads: ThreadPoolExecutor | None
 
 
 class FrozenModels:
@@ -67,12 +53,18 @@ class FrozenModels:
 
     def others(self, gate: Gate, sampling: Sampling, threads: ThreadPoolExecutor | None) -> Others:
         """What `Runner` asks for further players; for the arguments see `TokenSeat`."""
-        setup = _Setup(gate, sampling, threads)
+        rollout = self.config.rollout
 
         def seat(player: str, ticket: Ticket, attempt: int) -> tuple[str, _FrozenSeat]:
             path = self.choose(player, ticket)
             name = player if player != LEAGUE else "start" if path == self._base else path.name
-            return name, _FrozenSeat(self, path, setup, ticket, attempt)
+
+            async def sit() -> TokenSeat:
+                renderer, engine = await self.get(path, ticket.step)
+                return TokenSeat(renderer, rollout.history, sampling, rollout.max_context, ticket, attempt,
+                                 gate.beside(engine), threads)
+
+            return name, _FrozenSeat(sit)
 
         return seat
 
@@ -87,7 +79,7 @@ class FrozenModels:
         if self._league is None or not self._league.is_dir():
             raise EnvFailure("opponent", "opponent: 'league' needs a run that trains; write 'model:FOLDER', 'random' "
                              "or 'self' here")
-        found = members(self._league) or [self._base]
+        found = by_step(self._league) or [self._base]
         return found[np.random.default_rng([ticket.seed, ticket.group, _SALT]).integers(len(found))]
 
     async def get(self, path: Path, step: int) -> tuple[Renderer, RolloutEngine]:
@@ -117,13 +109,13 @@ class FrozenModels:
 
     async def _tidy(self) -> None:
         """At a new step: what earlier ones left is forgotten, and models that are no members any more are dropped."""
-        playing = members(self._league) if self._league else []
+        playing = by_step(self._league) if self._league else []
         left = {path for path in self._loaded if path.parent == self._league} | {self._base}
         for path, loaded in list(self._loaded.items()):
             late = self._used[path] < self._step - self.config.rollout.max_staleness
             if late and path in left.difference(playing or [self._base]):
                 await self._drop(path)
-            elif loaded.done():
+            elif loaded.done() and not loaded.exception():
                 await loaded.result()[1].reset_prefix_cache()
 
     async def _drop(self, path: Path) -> None:
@@ -135,17 +127,14 @@ class FrozenModels:
 class _FrozenSeat:
     """The seat of a model that is loaded with its first reply; nothing of it is recorded."""
 
-    def __init__(self, models: FrozenModels, path: Path, setup: _Setup, ticket: Ticket, attempt: int) -> None:
-        self._models, self._path, self._setup, self._ticket, self._attempt = models, path, setup, ticket, attempt
+    def __init__(self, sit: Callable[[], Awaitable[TokenSeat]]) -> None:
+        self._sit = sit
         self._seat: TokenSeat | None = None
 
     async def reply(self, conversation: Conversation) -> Message | None:
         """See `Seat.reply`."""
         if self._seat is None:
-            renderer, engine = await self._models.get(self._path, self._ticket.step)
-            setup, rollout = self._setup, self._models.config.rollout
-            self._seat = TokenSeat(renderer, rollout.history, setup.sampling, rollout.max_context, self._ticket,
-                                   self._attempt, setup.gate.beside(engine), setup.threads)
+            self._seat = await self._sit()
         return await self._seat.reply(conversation)
 
     def record(self, trajectory: Trajectory) -> None:

@@ -66,6 +66,19 @@ async def test_a_folder_that_is_no_model_fails_the_reply_and_may_be_mended(model
     await models.aclose()
 
 
+async def test_a_folder_whose_readers_had_gone_before_it_proved_to_be_no_model_troubles_nobody_later(
+    models, tmp_path, tiny_path
+):
+    (tmp_path / "odd").mkdir()
+    reader = asyncio.create_task(models.get(tmp_path / "odd", 1))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait([models._loaded[tmp_path / "odd"]], timeout=WAIT)
+    assert (await asyncio.wait_for(models.get(tiny_path, 2), WAIT))[1].max_context == 128
+    await models.aclose()
+
+
 async def test_its_seat_answers_as_the_ticket_says_and_records_nothing(models, engine):
     others = models.others(OpenGate(engine), Sampling(max_tokens=4), None)
     replies = []
