@@ -4,11 +4,13 @@ Invariants: work in progress carries a name of its own (`.partial-…`) that no 
 replaced survives under `.old-…` until its successor is in place.
 """
 
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 _PARTIAL, _OLD = ".partial-", ".old-"
@@ -33,6 +35,20 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         _flush(path.parent, deep=False)
     except BaseException:
         _remove(temporary)
+        raise
+
+
+def append(file: FileIO, data: bytes, *, flush: bool = False) -> None:
+    """Write all of it at the end of a file, on disk if `flush`; where that raises OSError, the file is as before."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        while data:
+            data = data[file.write(data) :]
+        if flush:
+            os.fsync(file)
+    except OSError:
+        with suppress(OSError):
+            file.truncate(size)
         raise
 
 
@@ -67,6 +83,10 @@ def _flush(path: Path, *, deep: bool = True) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        # There are file systems that cannot do it with folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(fd)
 

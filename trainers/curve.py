@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .atomic import atomic_path
@@ -29,7 +28,9 @@ _STYLE: Any = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#94a3b8",
     "axes.labelcolor": "#334155", "axes.grid": True, "grid.color": "#e2e8f0", "grid.linewidth": 0.8,
     "axes.axisbelow": True, "xtick.color": _GREY, "ytick.color": _GREY, "legend.frameon": False,
-    "legend.labelcolor": "#334155", "axes.titlepad": 10}
+    "legend.labelcolor": "#334155", "axes.titlepad": 10,
+    # Names are no formulas.
+    "text.parse_math": False}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def draw(runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: s
 def smooth(values: Sequence[float], radius: int) -> list[float]:
     """Mean of each value and up to `radius` neighbours on either side, those that are finite."""
     windows = [[v for v in values[max(i - radius, 0) : i + radius + 1] if math.isfinite(v)] for i in range(len(values))]
-    return [fmean(window) if window else math.nan for window in windows]
+    # The sum of what is finite may not be.
+    return [sum(value / len(window) for value in window) if window else math.nan for window in windows]
 
 
 def _draw_rewards(axes: "Axes", run: _Run, label: str, colour: str, *, alone: bool) -> None:

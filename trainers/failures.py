@@ -37,7 +37,7 @@ def check_failures(played: Sequence[Trajectory], config: Config, step: int) -> N
             told = ", ".join(f"{reason} {counts[reason]}" for reason in sorted(reasons, key=counts.get, reverse=True))
             first = next(failure for failure in failures if failure.reason in reasons)
             raise RunFailed(f"{number} of {len(played)} rollouts of step {step} failed ({told}), a share of "
-                            f"{number / len(played):.2g}{limit}; the first: {first.message}")
+                            f"{number / len(played):.2g}{limit}; the first: {first.message:.2000}")
 
 
 def check_idle(steps: int, why: Mapping[str, int], config: Config) -> None:

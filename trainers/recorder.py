@@ -1,13 +1,15 @@
 """A file to which served sessions are appended, line by line, whole or not at all."""
 
 import os
-from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from molt_gym.errors import ConfigError
 from molt_gym.tokens import Trajectory
 from molt_gym.tokens.image_files import put_aside
 from molt_gym.tokens.trajectory import json_line
+
+from .atomic import append
 
 
 class Recorder:
@@ -18,15 +20,15 @@ class Recorder:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self._file: int | None = None
+        self._file: FileIO | None = None
         if path is None:
             return
         self._path = Path(path)
         try:
-            if Path(path).is_file() and _last_byte(Path(path)) not in (b"", b"\n"):
+            if self._path.is_file() and _last_byte(self._path) not in (b"", b"\n"):
                 raise ConfigError(f"--out {path}: its last line is cut off, as by a crash; remove that line, or write "
                                   "another file")
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--out {path}: {error.strerror}; write a file that can be written") from None
 
@@ -35,21 +37,13 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
 
     def __call__(self, trajectory: Trajectory) -> None:
         """Raises OSError if there is no room; the file is as before then."""
         if self._file is None:
             return
-        line = memoryview(put_aside(json_line(trajectory), self._path))
-        size = os.fstat(self._file).st_size
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, size)
-            raise
+        append(self._file, put_aside(json_line(trajectory), self._path))
 
 
 def _last_byte(path: Path) -> bytes:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -21,7 +22,10 @@ from typing import Any, ClassVar
 from molt_gym.errors import ConfigError
 from molt_gym.tokens.trajectory import Trajectory, write_jsonl
 
-from .atomic import atomic_path, recover
+from .atomic import append, atomic_path, recover
+
+MOST_LETTERS = 100
+"""Of the name of an env, or of a model, in that of a run's folder."""
 
 
 def default_path(env: str, model: str, root: str | os.PathLike[str] = "runs") -> Path:
@@ -65,6 +69,7 @@ class RunDir:
         if not resume and _holds_files(self.path):
             raise ConfigError(f"out: {self.path} is in use; choose a new folder, or go on with the run in it "
                               "by --resume or the argument out")
+        self._new = not self.path.exists()
         folders = (self.path, self.rollouts_path, self.checkpoints_path)
         try:
             for folder in folders:
@@ -82,8 +87,11 @@ class RunDir:
             raise
 
     def close(self) -> None:
-        """Let another process have the folder. Idempotent."""
+        """Let another process have the folder, or remove one that was made for a run that did not begin. Idempotent."""
         self._metrics.close()
+        if self._new and not holds_run(self.path) and not _holds_files(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._new = False
         self._lock.close()
 
     def __enter__(self) -> "RunDir":
@@ -108,14 +116,7 @@ class RunDir:
             OSError: the disk refused.
         """
         line = json.dumps({name: _plain(name, value) for name, value in metrics.items()}, allow_nan=False) + "\n"
-        data, size = line.encode(), self._metrics.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[self._metrics.write(data) :]
-            os.fsync(self._metrics)
-        except OSError:
-            self._metrics.truncate(size)
-            raise
+        append(self._metrics, line.encode(), flush=True)
 
     def cut_metrics(self, step: float = math.inf) -> None:
         """Forget what came after `step`: metrics lines (also a half-written one) and transcripts.
@@ -165,7 +166,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^\w.+-]+", "-", "+".join(part.rpartition(":")[2] for part in name.split("+")))
+    # File systems take names of up to 255 bytes, and a mixture may have any number of envs.
+    return re.sub(r"[^\w.+-]+", "-", "+".join(part.rpartition(":")[2] for part in name.split("+")))[:MOST_LETTERS]
 
 
 def _holds_files(path: Path) -> bool:

@@ -1,5 +1,7 @@
+import errno
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
@@ -24,6 +26,22 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, error):
         temporary.write_text("ha")
         raise error
     assert (tmp_path / "a.txt").read_text() == "old" and names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize(("number", "of_folders", "fails"), [
+    (errno.EINVAL, True, False), (errno.EIO, True, True), (errno.EINVAL, False, True)])
+def test_a_file_system_that_cannot_flush_folders_will_do_and_one_that_fails_will_not(
+    tmp_path, monkeypatch, number, of_folders, fails
+):
+    def fsync(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}") == of_folders:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError) if fails else nullcontext(), atomic_path(tmp_path / "model") as temporary:
+        temporary.mkdir()
+        (temporary / "weights").write_text("new")
+    assert (tmp_path / "model" / "weights").exists() or fails
 
 
 def test_a_folder_replaces_a_folder_whole(tmp_path):

@@ -52,7 +52,7 @@ def test_a_run_without_rewards_is_refused_and_leaves_no_picture(tmp_path):
 
 def test_smoothing_averages_neighbours_and_skips_what_is_not_finite():
     assert smooth([1.0, 3.0, math.nan, 5.0], 1) == [2.0, 2.0, 4.0, 5.0]
-    assert math.isnan(smooth([math.nan], 1)[0])
+    assert math.isnan(smooth([math.nan], 1)[0]) and smooth([1.5e308, 1.5e308], 1) == [1.5e308, 1.5e308]
 
 
 def test_the_command_draws_and_says_where(tmp_path, capsys):
@@ -79,3 +79,11 @@ def test_a_run_that_ended_before_its_first_step_says_nothing_of_a_curve(rewards,
     with RunDir(tmp_path / "run", resume=True) as run:
         draw_curve(run, SimpleNamespace(message=messages.append))
     assert len(messages) == len(said) and all(map(str.startswith, messages, said))
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_are_no_formulas(tmp_path):
+    run = make_run(tmp_path / "run")
+    with RunDir(run, resume=True) as opened:
+        opened.write_config('env = "CodeExec-v0"\nmodel = \'mine/$\\wrong$\'\n')
+    assert draw(run) == run / "curve.png"

@@ -173,6 +173,13 @@ def test_a_default_name_says_env_and_model_and_is_free(tmp_path):
     assert default_path("my_pkg:suite/Env-v0", "Qwen/Qwen3-4B", tmp_path) != path
 
 
+def test_a_mixture_of_many_envs_has_a_default_name_that_file_systems_take(tmp_path):
+    env, model = "+".join(f"suite/task_number_{number}-v0" for number in range(40)), "m" * 250
+    with RunDir(default_path(env, model, tmp_path)) as run:
+        run.write_config("")
+    assert latest_run(env, tmp_path) == run.path
+
+
 def test_the_latest_run_of_an_env_is_found(tmp_path):
     for name, time in (("A-v0-tiny-1", 1), ("A-v0-tiny-2", 3), ("B-v0-tiny-1", 9), ("A-v0-tiny-0", 2)):
         with RunDir(tmp_path / name) as run:
@@ -183,3 +190,15 @@ def test_the_latest_run_of_an_env_is_found(tmp_path):
     assert latest_run("A-v0", tmp_path).name == "A-v0-tiny-2"
     assert latest_run(None, tmp_path).name == "B-v0-tiny-1"
     assert latest_run("C-v0", tmp_path) is None
+
+
+def test_a_run_that_did_not_begin_leaves_no_folder_of_its_own(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        with RunDir(tmp_path / name) as run:
+            (run.path / "league").mkdir()
+        run.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    with RunDir(tmp_path / "new") as run:
+        run.write_rollouts(1, [Trajectory(env="E-v0", index=1)])
+    assert (run.rollouts_path / "step-000001.jsonl").exists()
