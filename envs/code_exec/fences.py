@@ -6,8 +6,9 @@ from ..thinking import without_thinking
 
 __all__ = ["program_in"]
 
-_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
-_PYTHON = re.compile(r"(?:py|python)?[0-9.]*|\{\.?python\}", re.IGNORECASE)
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+_PYTHON = re.compile(r"(?:\{\s*\.?)?(?:py|python)[0-9.]*(?![^\s:{},])", re.IGNORECASE)
+_OTHER, _NO_LANGUAGE, _NAMED_PYTHON = range(3)
 _NEAR = 3
 _DEEPEST = 8
 
@@ -15,14 +16,16 @@ _DEEPEST = 8
 def program_in(text: str) -> str | None:
     """The fenced Python block of a text that is closed last, or None.
 
-    A fence is a line of its own that starts with three or more backticks or tildes, indented or not; the lines of a
-    block are indented less by as much. A block counts once it is closed, by the same fence at about the same
-    indentation (another one is text of the block, as in a docstring), and if it names no other language; an unclosed
-    one is no answer, nor is what is thought (`without_thinking`).
+    A fence is a line of its own that starts with three or more backticks or tildes, indented or not, or as an item of a
+    list; the lines of a block are indented less by as much. A block counts once it is closed, by the same fence at
+    about the same indentation (another one is text of the block, as in a docstring), and if the first word behind the
+    fence is Python; where there is no such block, those without a word count, which else show an output, or how to run
+    it. An unclosed one is no answer, nor is what is thought (`without_thinking`).
     """
     program: str | None = None
+    least = _NO_LANGUAGE
     lines = without_thinking(text).split("\n")
-    blocks: list[tuple[int, str, int, bool]] = []  # that are open: indentation, fence, first line, whether of Python
+    blocks: list[tuple[int, str, int, int]] = []  # that are open: indentation, fence, first line, language
     for number, line in enumerate(lines):
         if (match := _FENCE.fullmatch(line.rstrip())) is None:
             continue
@@ -31,9 +34,14 @@ def program_in(text: str) -> str | None:
                                       if block[1] == fence and indent - block[0] <= _NEAR]
         if closed:
             place = -min(closed)[1]
-            (indent, _, start, is_python), blocks = blocks[place], blocks[:place]
-            if is_python:
+            (indent, _, start, kind), blocks = blocks[place], blocks[:place]
+            if kind >= least:
+                least = kind
                 program = "\n".join(re.sub(rf"^[ \t]{{0,{indent}}}", "", line) for line in lines[start:number])
         else:
-            blocks = [*blocks[1 - _DEEPEST :], (indent, fence, number + 1, _PYTHON.fullmatch(language) is not None)]
+            blocks = [*blocks[1 - _DEEPEST :], (indent, fence, number + 1, _language(language))]
     return program
+
+
+def _language(words: str) -> int:
+    return (_NAMED_PYTHON if _PYTHON.match(words) else _OTHER) if words else _NO_LANGUAGE

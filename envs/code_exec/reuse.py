@@ -1,9 +1,11 @@
 """Runs equal programs once: the rollouts of a group often give the same answer, and starting Python takes the time.
 
 Only programs that can do nothing but the same again are shared. In the sandbox hashes are fixed, so that without an
-import, a file and the address of an object nothing varies. What ran into the time limit or was killed is not kept.
+import, a file and the address of an object nothing varies. What ran into the time limit, was killed or is long is not
+kept.
 """
 
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -49,7 +51,7 @@ def run_once(sandbox: Sandbox, code: str, *, stdin: str, limits: Limits) -> Exec
         _forget(key, future)
         future.set_exception(EnvFailure("sandbox", "the run that was shared failed"))
         raise
-    if result.timed_out or result.exit_code is None or result.exit_code > 128:
+    if result.exit_code is None or result.exit_code > 128 or len(result.stdout) + len(result.stderr) > _LONGEST:
         _forget(key, future)
     future.set_result(result)
     return result
@@ -59,3 +61,13 @@ def _forget(key: tuple, future: "Future[Execution]") -> None:
     with _lock:
         if _results.get(key) is future:
             del _results[key]
+
+
+def _start_anew() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _results.clear()
+
+
+# A child has no threads that would end what is running.
+os.register_at_fork(after_in_child=_start_anew)

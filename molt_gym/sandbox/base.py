@@ -181,6 +181,9 @@ class Sandbox(ABC):
         """The exit code of the program; raises EnvFailure if it was the sandbox that ended."""
 
     def _start(self, stack: ExitStack, code: str, stdin: str, fds: tuple[int, ...], limits: Limits, since: int) -> _Job:
+        if _ignores_children():
+            raise EnvFailure("sandbox", "this process ignores SIGCHLD, so that no exit code is known; write "
+                                        "signal.signal(signal.SIGCHLD, signal.SIG_DFL)")
         with ExitStack() as handed:
             ready, write_ready = os.pipe()
             stack.callback(os.close, ready)
@@ -241,18 +244,31 @@ class Sandbox(ABC):
     def _finish(self, job: _Job) -> None:
         with self._lock:
             self._running.discard(job)
+        job.process.stdout.close()
+        job.process.stderr.close()
         if job.process.returncode is None:
             self._kill(job.process, job.launch)
             _reap(job.process)
-        job.process.stdout.close()
-        job.process.stderr.close()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
     try:
+        # Popen says of a child that is not there any more that it ended well.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        process.wait()
+        raise EnvFailure("sandbox", "something in this process waits for children that are not its own") from None
+    try:
         return process.wait(_REAP_SECONDS)
     except subprocess.TimeoutExpired:
         raise EnvFailure("sandbox", f"process {process.pid} was killed and does not end") from None
+
+
+def _ignores_children() -> bool:
+    """Whether a parent or a library made this process ignore SIGCHLD; what it starts does so too."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        ignored = next(int(line.split()[1], 16) for line in file if line.startswith("SigIgn:"))
+    return bool(ignored >> (signal.SIGCHLD - 1) & 1)
 
 
 def _pipe(stack: ExitStack) -> tuple[int, int]:

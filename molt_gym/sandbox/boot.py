@@ -20,7 +20,9 @@ def _boot() -> None:
         source = file.read()
     for limit in sys.argv[4].split(","):
         name, value = limit.split("=")
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), int(value)))
+        # At the harder of two limits on time the kernel sends SIGKILL, which does not tell what for.
+        harder = int(value) + (name == "CPU")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), harder))
     os.write(ready_fd, b"R")
     os.close(ready_fd)
     site.setquit()  # `-S` leaves out exit and quit

@@ -29,7 +29,8 @@ __all__ = ["Bubblewrap", "check_bubblewrap"]
 
 _MB = 1 << 20
 _working: set[str] = set()
-_NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+_NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--hostname", "sandbox",
+               "--unshare-cgroup-try")
 _HINT = (
     "It needs the right to make namespaces: on a host, sysctl -w kernel.unprivileged_userns_clone=1 (Debian) or "
     "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in a container, --cap-add SYS_ADMIN and "

@@ -1,7 +1,8 @@
 """The system calls that a sandboxed program is refused: ways around its limits, and large targets in the kernel.
 
 A new user namespace would give it rights over mounts of its own; System V memory, memory files and kernel keys are
-counted by no limit on a process.
+counted by no limit on a process; no namespace keeps it from the host's kernel log, and of all sockets only those of the
+families that are allowed here from others, such as vsock those of the machine under a virtual one.
 """
 
 import errno
@@ -10,12 +11,14 @@ import struct
 
 __all__ = ["filter_program"]
 
-# AUDIT_ARCH, clone, and the refused calls whose numbers differ: unshare, shmget, semget, msgget, memfd_create, add_key,
-# request_key, keyctl, bpf, userfaultfd, perf_event_open.
+# AUDIT_ARCH, clone, socket, and the refused calls whose numbers differ: unshare, shmget, semget, msgget, memfd_create,
+# add_key, request_key, keyctl, bpf, userfaultfd, perf_event_open, syslog.
 _MACHINES = {
-    "x86_64": (0xC000003E, 56, (272, 29, 64, 68, 319, 248, 249, 250, 321, 323, 298)),
-    "aarch64": (0xC00000B7, 220, (97, 194, 190, 186, 279, 217, 218, 219, 280, 282, 241)),
+    "x86_64": (0xC000003E, 56, 41, (272, 29, 64, 68, 319, 248, 249, 250, 321, 323, 298, 103)),
+    "aarch64": (0xC00000B7, 220, 198, (97, 194, 190, 186, 279, 217, 218, 219, 280, 282, 241, 116)),
 }
+# AF_UNIX, AF_INET, AF_INET6, AF_NETLINK.
+_FAMILIES = (1, 2, 10, 16)
 # io_uring_setup, memfd_secret.
 _EVERYWHERE = (425, 447)
 _CLONE3 = 435
@@ -32,8 +35,8 @@ def filter_program(machine: str | None = None) -> bytes | None:
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
-    architecture, clone, refused = known
-    refuse, kill = (_RETURN, 0, 0, _ERRNO | errno.EPERM), (_RETURN, 0, 0, _KILL)
+    architecture, clone, make_socket, refused = known
+    refuse, kill, allow = ((_RETURN, 0, 0, what) for what in (_ERRNO | errno.EPERM, _KILL, _ALLOW))
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -46,6 +49,9 @@ def filter_program(machine: str | None = None) -> bytes | None:
         program += [(_EQUAL, 0, 1, number), refuse]
     # The flags of clone3 lie in memory, out of reach; without it the C library falls back to clone.
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    program += [(_EQUAL, 0, len(_FAMILIES) + 3, make_socket), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
+    program += [(_EQUAL, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)]
+    program += [refuse, allow]
     program += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, _CLONE_NEWUSER), refuse]
-    program += [(_RETURN, 0, 0, _ALLOW)]
+    program += [allow]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,6 +1,7 @@
 """CodeExec-v0 as a policy and a user meet it; every program really runs."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import threading
@@ -145,7 +146,18 @@ class TestReplies:
             ("```python\n```", ""),
             ("```python\nprint(1)", None),
             ("```python\nprint(1)```", None),
-            ("```python print(1)\n```", None),
+            ("```python print(1)\n```", ""),
+            ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)"),
+            ("```python\nprint(1)\n```\n```\n$ python main.py\n```\n```py\nprint(2)\n```", "print(2)"),
+            ("```\nprint(1)\n```\n```\nprint(2)\n```", "print(2)"),
+            ("```Python 3\nprint(1)\n```", "print(1)"),
+            ("```python title=\"main.py\"\nprint(1)\n```", "print(1)"),
+            ("```python:main.py\nprint(1)\n```", "print(1)"),
+            ("```{.python .numberLines}\nprint(1)\n```", "print(1)"),
+            ("- ```python\n  if 1:\n      x\n  ```", "if 1:\n    x"),
+            ("1. ```py\n   print(1)\n   ```", "print(1)"),
+            ("```python-repl\nx\n```", None),
+            ("```pycon\nx\n```", None),
             ("```javascript\nx\n```", None),
             ("print(1)", None),
             ("```", None),
@@ -345,6 +357,22 @@ class TestReuse:
     def test_programs_that_may_vary_run_each_time(self, code, runs):
         self.play(CodeExecEnv(), code)
         assert len(runs) == 3
+
+    def test_a_long_output_is_not_kept(self, runs):
+        self.play(CodeExecEnv(output_chars=20_000), f"print('{time.monotonic_ns()}' * 1000)", times=2)
+        assert len(runs) == 2
+
+    def test_a_child_does_not_wait_for_threads_that_it_does_not_have(self, runs):
+        code = f"print({time.monotonic_ns()})\nwhile True: pass"
+        thread = threading.Thread(target=self.play, args=(CodeExecEnv(), code, 1))
+        thread.start()
+        while not runs:
+            time.sleep(0.01)
+        child = multiprocessing.get_context("fork").Process(target=self.play, args=(CodeExecEnv(), code, 1))
+        child.start()
+        child.join(40)
+        thread.join(40)
+        assert child.exitcode == 0
 
     def test_a_time_limit_is_not_kept(self, runs):
         self.play(CodeExecEnv(seconds=0.3), "while True: pass", times=2)

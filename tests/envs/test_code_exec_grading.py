@@ -44,6 +44,12 @@ from fractions import Fraction
 def f(): return Fraction(1, 3), Decimal("0.5"), deque([4])
 def g(day): return day + timedelta(days=2)
 """
+ENUMS = """
+from enum import Enum, IntEnum
+class Word(str, Enum): A = "a"
+class Number(IntEnum): ONE = 1
+def f(): return Word.A, Number.ONE, {Word.A: True}
+"""
 DATACLASS = """
 from __future__ import annotations
 import pickle
@@ -62,6 +68,7 @@ HONEST = {
     "text": ("def f(s): return s[::-1]", "assert f('a\\ud800é\\u2028') == '\\u2028é\\ud800a'"),
     "generators": ("def f(n):\n    yield n\n    yield 2", "assert list(f(3)) == [3, 2]", "assert next(f(1)) == 1"),
     "subclasses": (SUBCLASSES, "assert f('aab') == ({'a': 2, 'b': 1}, 2)"),
+    "enums": (ENUMS, "assert f() == ('a', 1, {'a': True})"),
     "ranges": ("def f(n): return range(1, n)", "assert f(3) == range(1, 3)", "assert list(f(3)) == [1, 2]"),
     "views": (VIEWS, "a, b, c = f({1: 2})", "assert a == {1}", "assert list(b) == [2]", "assert list(c) == [(1, 2)]"),
     "library types": (LIBRARY, "from fractions import Fraction", "a, b, c = f()",

@@ -3,6 +3,7 @@
 import http.server
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from molt_gym.errors import ConfigError, EnvFailure
 from molt_gym.sandbox import SANDBOXES, Limits, Sandbox, check_bubblewrap, make_sandbox
+from molt_gym.sandbox.output import read_until
 
 SECRETS = {
     "OPENAI_API_KEY": "canary-openai",
@@ -75,6 +77,12 @@ def peak_rss(reset: bool = False) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def reap(pidfd: tuple[int, ...]) -> bool:
+    """Waits for any child, as some supervisors do, where a program has ended."""
+    ended = bool(pidfd) and "pidfd" in os.readlink(f"/proc/self/fd/{pidfd[0]}")
+    return not ended or bool(os.waitpid(-1, 0))
 
 
 class TestResults:
@@ -306,6 +314,12 @@ class TestResources:
         code = "import os\nfds = []\nwhile True: fds.append(os.dup(0))"
         assert "Too many open files" in sandbox.run(code).stderr
 
+    def test_the_limit_on_processor_time_is_told_from_a_death_by_other_causes(self, sandbox):
+        code = "import resource as r\nsoft, hard = r.getrlimit(r.RLIMIT_CPU)\nprint(soft, hard, flush=True)\n"
+        burn = "r.setrlimit(r.RLIMIT_CPU, (hard - soft, hard))\nwhile True: pass"
+        result = sandbox.run(code + burn, limits=Limits(seconds=60))
+        assert result.stdout == "61 62\n" and result.timed_out and result.seconds < 60
+
     @pytest.mark.parametrize("call", ["unshare(0x10000000)", "shmget(0, 1 << 20, 0o1600)", "memfd_create(b'x', 0)"])
     def test_ways_around_the_limits_are_refused(self, bubblewrap, call):
         code = f"import ctypes; print(ctypes.CDLL(None, use_errno=True).{call}, ctypes.get_errno())"
@@ -417,6 +431,24 @@ class TestIsolation:
             listener.listen()
             code = f"import socket; socket.socket(socket.AF_UNIX).connect('\\0molt-gym-test-{os.getpid()}')"
             assert "ConnectionRefusedError" in bubblewrap.run(code).stderr
+
+    def test_sockets_that_no_namespace_keeps_from_the_host_are_refused(self, bubblewrap):
+        code = """if 1:
+            import socket
+            for family in range(1, 46):
+                try:
+                    socket.socket(family, socket.SOCK_STREAM).close()
+                    print(family)
+                except OSError as error:
+                    assert family in (1, 2, 10) or error.errno == 1 or family == 16, (family, error)
+        """
+        result = bubblewrap.run(code)
+        assert {"1", "2"} <= set(result.stdout.split()) <= {"1", "2", "10"} and result.stderr == ""
+        assert bubblewrap.run("import socket; a, b = socket.socketpair(); a.send(b'x'); b.recv(1)").exit_code == 0
+
+    def test_neither_the_log_nor_the_name_of_the_host_can_be_read(self, bubblewrap):
+        code = "import ctypes, os\nprint(os.uname().nodename, ctypes.CDLL(None).klogctl(10, None, 0))"
+        assert bubblewrap.run(code).stdout == "sandbox -1\n"
 
     def test_no_file_descriptor_is_inherited(self, sandbox, tmp_path):
         with open(tmp_path / "open", "w") as file:
@@ -619,6 +651,20 @@ class TestFailures:
                 with pytest.raises(EnvFailure, match="sandbox: cannot start a program: no more of them"):
                     run()
         assert sandbox.run("print(1)").stdout == "1\n"
+
+    def test_an_exit_code_that_nobody_can_know_is_no_success(self, sandbox, monkeypatch):
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            for run in (lambda: sandbox.run("1 / 0"), lambda: sandbox.run_pair("1 / 0", "")):
+                with pytest.raises(EnvFailure, match=r"sandbox: this process ignores SIGCHLD.*; write signal\.signal"):
+                    run()
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+        with monkeypatch.context() as patched:
+            patched.setattr("molt_gym.sandbox.base.read_until", lambda *given: read_until(*given) and reap(given[2:]))
+            with pytest.raises(EnvFailure, match="sandbox: something in this process waits for children"):
+                sandbox.run("1 / 0")
+        assert sandbox.run("1 / 0").exit_code == 1
 
     def test_a_check_that_failed_once_is_made_again(self, monkeypatch):
         monkeypatch.setattr("molt_gym.sandbox.bubblewrap._working", set())

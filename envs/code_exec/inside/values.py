@@ -15,11 +15,8 @@ _MADE = {"range": "builtins", "Fraction": "fractions", "Decimal": "decimal", "da
 
 def encode(value):
     """Plain data as JSON has it, other containers as {"type": [items]}; a TypeError names what is no plain data."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, int | float | str):
         return value
-    for plain in (int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, dict):
