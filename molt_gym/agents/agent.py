@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import gymnasium as gym
 import numpy as np
 
 from ..registry import register
@@ -137,17 +138,36 @@ def register_agent(
         max_turns: replies that a run may get, those of sub-agents too; one that wants more is truncated.
         kwargs: arguments for the agent and for `AgentEnv`, in JSON.
         **spec: as for `molt_gym.register`.
+
+    Raises:
+        ValueError: another id is that of another agent with the same name in the same module.
     """
 
     def decorate(agent: A) -> A:
-        qualname = getattr(agent, "__qualname__", "<locals>")
-        module = getattr(agent, "__module__", "__main__")
-        importable = module != "__main__" and "<locals>" not in qualname
-        arguments = {"agent": f"{module}:{qualname}" if importable else agent, **(kwargs or {})}
+        arguments = {"agent": _importable(agent, id) or agent, **(kwargs or {})}
         register(id, "molt_gym.agents:AgentEnv", max_episode_steps=max_turns, kwargs=arguments, **spec)
         return agent
 
     return decorate
+
+
+_named: dict[str, Any] = {}
+"""Agents by the name under which they were last registered."""
+
+
+def _importable(agent: Any, id: str) -> str | None:
+    """The name by which other processes can import an agent, if they can."""
+    module, qualname = getattr(agent, "__module__", "__main__"), getattr(agent, "__qualname__", "<no name>")
+    # Inner functions and lambdas have brackets in their names; a method's leaves out its object.
+    if module == "__main__" or "<" in qualname or inspect.ismethod(agent):
+        return None
+    name = f"{module}:{qualname}"
+    ids = [spec.id for spec in gym.registry.values() if spec.kwargs.get("agent") == name]
+    if ids and id not in ids and _named.get(name) is not agent:
+        raise ValueError(f"register_agent({id!r}): {name!r} is already the name of another agent, that of {ids[0]!r}; "
+                         "give each a name of its own, or register one with different kwargs")
+    _named[name] = agent
+    return name
 
 
 def as_result(value: Any, what: str) -> Result:

@@ -1,3 +1,4 @@
+import importlib
 import pickle
 import sys
 from fractions import Fraction
@@ -158,3 +159,58 @@ def test_an_agent_that_cannot_be_imported_is_registered_itself(say):
     with gym.make("Local-v0") as env:
         assert isinstance(env.unwrapped, AgentEnv)
         assert env.reset()[0]["messages"][0]["content"] == "local"
+
+
+NAMELESS = """
+from molt_gym.agents import register_agent
+
+
+class Sayer:
+    def __init__(self, word):
+        self.word = word
+
+    def play(self, ctx):
+        ctx.openai().chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": self.word}])
+
+
+register_agent("Method-v0")(Sayer("method").play)
+register_agent("Lambda-v0")(lambda ctx: Sayer("lambda").play(ctx))
+"""
+
+
+def test_an_agent_whose_name_does_not_say_all_is_registered_itself(write_module):
+    __import__(write_module("nameless_agents", NAMELESS))
+    for word in ("Method", "Lambda"):
+        with gym.make(f"{word}-v0") as env:
+            assert env.reset()[0]["messages"][0]["content"] == word.lower()
+
+
+ALIKE = """
+from molt_gym.agents import register_agent
+
+for word in ("one", "two"):
+    @register_agent(f"Alike-{word}-v0")
+    def play(ctx, word=word):
+        pass
+"""
+
+TWICE = """
+from molt_gym.agents import register_agent
+
+
+@register_agent("Twice-one-v0", kwargs={"word": "one"})
+@register_agent("Twice-two-v0", kwargs={"word": "two"})
+def play(ctx, word):
+    ctx.openai().chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": word}])
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*Overriding environment")
+def test_two_agents_of_one_name_are_not_taken_for_each_other(write_module):
+    with pytest.raises(ValueError, match="'Alike-two-v0'.*'alike_agents:play'.*'Alike-one-v0'; give each a name"):
+        __import__(write_module("alike_agents", ALIKE))
+    module = importlib.import_module(write_module("twice_agents", TWICE))
+    importlib.reload(module)
+    for word in ("one", "two"):
+        with gym.make(f"Twice-{word}-v0") as env:
+            assert env.reset()[0]["messages"][0]["content"] == word
