@@ -77,16 +77,11 @@ def turn_limit(env: gym.Env) -> int | None:
     return env.spec.max_episode_steps if env.spec else None
 
 
-def num_tasks(env: gym.Env) -> int | None:
-    """How many tasks there are; None for no end of them."""
-    return getattr(env.unwrapped, "num_tasks", None)
-
-
 def survey(env: gym.Env) -> tuple[int | None, set[str]]:
     """How many tasks there are, None for no end of them; and which local models judge."""
     owners = (env.unwrapped, getattr(env.unwrapped, "agent", None))
     held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values() if isinstance(value, Judge)]
-    return num_tasks(env), {judge.source for judge in held if is_local(judge.source)}
+    return getattr(env.unwrapped, "num_tasks", None), {judge.source for judge in held if is_local(judge.source)}
 
 
 def choose_task(env: gym.Env, index: int, seed: int) -> dict[str, Any]:
@@ -196,6 +191,9 @@ def serve(connection: Connection) -> None:
 def _portable(error: BaseException) -> tuple[Exception, str]:
     """An error in a form that can be read elsewhere, and its traceback."""
     text = "".join(traceback.format_exception(error))
+    if isinstance(error, EnvFailure):
+        # One of a class of a user's own may not be made from what it holds; its reason must not be lost.
+        return EnvFailure(error.reason, error.detail), text
     try:
         return storable(pickle.loads(cloudpickle.dumps(error))), text
     except Exception:  # noqa: BLE001  errors may have constructors of any kind

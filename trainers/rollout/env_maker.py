@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,10 +14,10 @@ from molt_gym.agents import AgentEnv
 from molt_gym.errors import ConfigError
 from molt_gym.judge_source import Address, desk
 from molt_gym.registry import creators, find_spec, make
-from molt_gym.threads import Worker
 
 from .env_calls import survey
-from .env_process import CLOSE_TIMEOUT, EnvProcess
+from .env_process import CLOSE_TIMEOUT
+from .env_worker import EnvWorker
 
 
 @dataclass(frozen=True)
@@ -66,21 +65,14 @@ class EnvMaker:
         Raises:
             ConfigError: it is no number of tasks.
         """
-        if self.own_process:
-            with closing(EnvProcess(self)) as process:
-                count, _judges[self.env_id] = process.run(survey)
-        else:
-            thread = Worker("molt-gym-env")
-            env = thread.submit(self).result()
-            try:
-                count, _judges[self.env_id] = thread.submit(partial(survey, env)).result()
-            finally:
-                closed = thread.submit(env.close)
-                thread.stop()
-                wait([closed], CLOSE_TIMEOUT)
+        worker = EnvWorker(self, own_process=self.own_process)
+        try:
+            count, _judges[self.env_id] = worker.submit(survey).result()
+        finally:
+            wait([worker.retire()], CLOSE_TIMEOUT)
         if count is not None and (not isinstance(count, int | np.integer) or count < 0):
             raise ConfigError(f"{self.env_id}: num_tasks is {count!r}; write an integer from 0 on, or None for no end")
-        return count
+        return None if count is None else int(count)
 
     @property
     def judges(self) -> set[str]:

@@ -104,6 +104,7 @@ class EnvProcess:
         self.kill()
         for end in filter(None, (self._connection, self._socket)):
             end.close()
+        self._connection = None
         if self._process is None:
             return None
         try:

@@ -57,7 +57,7 @@ class EnvWorker:
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                return await asyncio.wrap_future(self._worker.submit(lambda: self._run(work, answer)))
+                return await asyncio.wrap_future(self.submit(work, answer))
         except BaseException as error:
             # After an exception the env's state is unknown, after a cancellation its thread may still be at it.
             self.usable = False
@@ -68,6 +68,12 @@ class EnvWorker:
                 raise DeadlinePassed(f"no answer within {timeout:g} s") from error
             raise
 
+    def submit(
+        self, work: Callable[[gym.Env], T], answer: Callable[[], Any] | None = None
+    ) -> "concurrent.futures.Future[T]":
+        """As `call`, without a deadline; does not wait."""
+        return self._worker.submit(lambda: self._run(work, answer))
+
     def _run(self, work: Callable[[gym.Env], T], answer: Callable[[], Any] | None) -> T:
         if self._process is not None:
             return self._process.run(work, answer)
@@ -77,7 +83,7 @@ class EnvWorker:
 
     def leave(self) -> None:
         """Free what the last episode holds, before the next call; does not wait."""
-        self._worker.submit(lambda: self._run(leave, None))
+        self.submit(leave)
 
     def retire(self) -> "concurrent.futures.Future[None]":
         """Close the env once its thread is free; does not wait."""

@@ -6,11 +6,11 @@ goes through its own tasks in its own order, without leaving one out, however se
 """
 
 import asyncio
-import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import numpy as np
@@ -201,11 +201,8 @@ def load_curriculum(name: str) -> Curriculum:
     Raises:
         ConfigError: there is none.
     """
-    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        found = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"curriculum: {name!r} cannot be imported ({error}); write module:function, or pass the "
                           "function itself") from error

@@ -168,7 +168,8 @@ class Runner:
             table.earn(reward, info)
             trajectory.info = add_parts(trajectory.info, info)
             over = trajectory.terminated or trajectory.truncated
-        trajectory.messages = observation["messages"]
+        # Envs that are not ours may go on with the same list in the next episode.
+        trajectory.messages = [dict(message) for message in observation["messages"]]
         table.finish(trajectory)
 
     def _enter(self, trajectory: Trajectory, phase: str) -> None:

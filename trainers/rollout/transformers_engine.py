@@ -32,8 +32,8 @@ PREFILL_TOKENS = 2048
 """Prompt tokens, padding included, that one forward pass takes."""
 PREFIX_TOKENS = 8192
 """Positions of finished sequences that are kept for their next turn."""
-PAUSE_TIMEOUT = 120.0
-"""Seconds that the step in progress may take to end."""
+PAUSE_TIMEOUT = 600.0
+"""Seconds that the step in progress, such as the prefill of many long prompts on a CPU, may take to end."""
 
 
 class TransformersEngine:
@@ -218,6 +218,9 @@ class TransformersEngine:
                 self._cache.load(slot, saved, known[slot])
         logits: dict[int, torch.Tensor] = {}
         for chunk in _chunks({slot: len(self._batch[slot].ids) - known[slot] for slot in slots}):
+            # Many long prompts take minutes on a CPU, for which nobody waits at the end.
+            if self._ended:
+                raise self._ended
             index = torch.tensor(chunk, device=self._device)
             out = self._forward(index, [self._batch[slot] for slot in chunk], [known[slot] for slot in chunk],
                                 first=False)

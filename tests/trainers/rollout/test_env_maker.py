@@ -1,7 +1,9 @@
+import json
 import threading
 import time
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from molt_gym import ChatEnv, ConfigError
@@ -38,9 +40,11 @@ def registered():
     Any.may_close.set()
 
 
-@pytest.mark.parametrize("tasks", [None, 0, 7])
+@pytest.mark.parametrize("tasks", [None, 0, 7, np.int64(7)])
 def test_an_env_is_asked_for_its_tasks(tasks):
-    assert EnvMaker.of("AnyCount-v0", {"tasks": tasks}).num_tasks() == tasks
+    count = EnvMaker.of("AnyCount-v0", {"tasks": tasks}).num_tasks()
+    # Checkpoints are JSON.
+    assert json.dumps(count) == json.dumps(None if tasks is None else int(tasks))
 
 
 @pytest.mark.parametrize("tasks", [-1, 2.5, "10"])

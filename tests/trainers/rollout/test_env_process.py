@@ -17,7 +17,7 @@ import molt_gym
 from molt_gym import as_policy
 from molt_gym.errors import EnvFailure
 from molt_gym.trainers.config import load_config
-from molt_gym.trainers.rollout.env_calls import num_tasks
+from molt_gym.trainers.rollout.env_calls import survey
 from molt_gym.trainers.rollout.env_process import EnvProcess
 from molt_gym.trainers.rollout.ticket import Ticket
 from molt_gym.trainers.session import env_maker, policy_runner
@@ -115,8 +115,8 @@ async def test_an_env_that_died_is_tried_again_and_counted(wild):
 
 
 @pytest.mark.parametrize(("deed", "reason", "message"), [
-    ("judge", "judge", "judge: no route"), ("raise", "step_error", "Unforeseen: this and that"),
-    ("quit", "step_error", "RuntimeError: SystemExit: 3")])
+    ("judge", "judge", "judge: no route"), ("away", "judge", "judge: http://judge does not answer"),
+    ("raise", "step_error", "Unforeseen: this and that"), ("quit", "step_error", "RuntimeError: SystemExit: 3")])
 async def test_errors_arrive_with_their_reason_and_the_traceback_from_there(wild, deed, reason, message):
     played, = await play(wild({"0": deed}), 0)
     assert played.failure.reason == reason and message in played.failure.message
@@ -198,11 +198,18 @@ def test_what_depends_on_hashes_is_the_same_in_all_processes(monkeypatch):
     assert len(seen) == 1
 
 
+def test_whoever_asks_a_process_that_has_ended_is_told_so_each_time():
+    with closing(EnvProcess(dict)) as process:
+        for _ in range(3):
+            with pytest.raises(EnvFailure, match="env_died: .*exit code 7"):
+                process.run(lambda env: os._exit(7))
+
+
 def test_a_process_that_was_killed_before_it_began_does_not_begin():
     process = EnvProcess(dict)
     process.kill()
     with pytest.raises(EnvFailure, match="env_died"):
-        process.run(num_tasks)
+        process.run(survey)
     process.close()
 
 

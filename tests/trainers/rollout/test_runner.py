@@ -74,6 +74,28 @@ async def test_a_rollout_is_played_to_its_end_and_written_down(scripted):
     assert trajectory.info == {"length": 6, "task_index": 3} and trajectory.failure is None and trajectory.rows == []
 
 
+class OneList(Raw):
+    """Keeps one conversation, in which it goes on."""
+
+    def __init__(self):
+        self.messages = []
+
+    def reset(self, *, seed=None, options=None):
+        self.messages[:] = [{"role": "user", "content": f"task {seed}"}]
+        return {"messages": self.messages, "tools": []}, {}
+
+    def step(self, action):
+        self.messages += [action, USER]
+        return {"messages": self.messages, "tools": []}, 1.0, True, False, {}
+
+
+async def test_what_was_written_down_stays_where_an_env_goes_on_with_the_same_list():
+    runner = runner_of(OneList)
+    played = [await asyncio.wait_for(runner.play(Ticket(index, index)), 10) for index in (1, 2)]
+    assert [trajectory.messages[0]["content"] for trajectory in played] == ["task 1", "task 2"]
+    assert [len(trajectory.messages) for trajectory in played] == [3, 3]
+
+
 async def test_the_cap_on_turns_truncates(scripted):
     trajectory = await play(scripted(lambda env, message: Turn([USER], reward=1.0), max_turns=3))
     assert (trajectory.truncated, trajectory.terminated, trajectory.length_limited) == (True, False, False)

@@ -1,5 +1,7 @@
 import asyncio
 import gc
+import threading
+import time
 import weakref
 
 import pytest
@@ -8,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 
 from molt_gym.errors import ConfigError, PromptTooLong
 from molt_gym.tokens import Sampling
+from molt_gym.trainers.rollout import transformers_engine
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
 
@@ -361,6 +364,26 @@ async def test_closing_fails_what_waits_and_what_comes_later(make_engine):
     for future in (*futures, *engine.submit([Request([5], Sampling())])):
         with pytest.raises(RuntimeError, match="closed"):
             await within(1, future)
+
+
+async def test_an_engine_is_closed_amid_many_long_prompts(make_engine, monkeypatch):
+    engine, passes, begun = make_engine(max_sequences=32), [], threading.Event()
+    forward = engine._forward
+
+    def slow(*arguments, **options):
+        passes.append(1)
+        begun.set()
+        time.sleep(0.02)
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(engine, "_forward", slow)
+    monkeypatch.setattr(transformers_engine, "PREFILL_TOKENS", 1)
+    replies = engine.submit([Request([number, 9], Sampling(max_tokens=1)) for number in range(3, 35)])
+    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.wait_for(engine.close(), 5)
+    assert len(passes) < 32
+    with pytest.raises(RuntimeError, match="closed"):
+        await within(5, *replies)
 
 
 async def test_a_paused_engine_can_be_closed(engine):

@@ -24,6 +24,13 @@ class Unforeseen(Exception):
         super().__init__(f"{one} and {other}")
 
 
+class JudgeIsAway(EnvFailure):
+    """A failure that cannot be made from a reason and a detail."""
+
+    def __init__(self, *, url):
+        super().__init__("judge", f"{url} does not answer")
+
+
 class Wild(ChatEnv):
     """Does what its `deeds` say for the index of its task, and tells where it is."""
 
@@ -54,6 +61,8 @@ class Wild(ChatEnv):
             time.sleep(300)
         if "judge" in deed:
             raise EnvFailure("judge", "no route")
+        if "away" in deed:
+            raise JudgeIsAway(url="http://judge")
         if "raise" in deed:
             raise Unforeseen("this", "that")
         if "quit" in deed:
