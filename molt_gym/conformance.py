@@ -126,7 +126,10 @@ def _global_state(fresh: Maker) -> None:
         env.reset(seed=7)
         env.step(_say("1"))
         changed = [name for name, value in _state().items() if value != before[name]]
-        if changed and not getattr(type(env.unwrapped), "own_process", False):
+        alone = getattr(fresh, "own_process", False)
+        if getattr(type(env.unwrapped), "own_process", False) and not alone:
+            raise _Wrong("nobody sees its own_process where a function or a wrapper makes it; register the class itself")
+        if changed and not alone:
             raise _Wrong(f"making, reset or step changed {' and '.join(changed)}, which other envs share; draw from "
                          "self.np_random, and leave the rest as it is, or set own_process = True")
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from string import Template
 
+import gymnasium as gym
+
 from .errors import ConfigError
 
 __all__ = ["create"]
@@ -112,17 +114,21 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
         The files.
 
     Raises:
-        ConfigError: the name makes no package or is that of a module that is here, or the folder has something in it.
+        ConfigError: the name makes no package, or is that of a module or an env that is here, or the folder has
+            something in it.
     """
     words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)
     module = "_".join(words).lower()
-    if not re.fullmatch(r"[A-Za-z][\w-]*", name) or not words or not module.isidentifier() or keyword.iskeyword(module):
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name) or not words or not module.isidentifier() or (
+            keyword.iskeyword(module) or module == "tests"):
         raise ConfigError(f"name: {name!r} makes no package; write letters and digits, such as Larger or my-larger")
     if (found := importlib.util.find_spec(module)) is not None and found.origin is not None:
         raise ConfigError(f"name: a module {module} is here already, {found.origin}; write another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"out: {folder} has something in it; write a new folder")
     title = "".join(word[:1].upper() + word[1:] for word in words)
+    if there := [spec.id for spec in gym.registry.values() if (spec.namespace, spec.name) == (None, title)]:
+        raise ConfigError(f"name: an env {there[0]} is here already; write another name than {name}")
     fields = {"dist": module.replace("_", "-"), "module": module, "id": f"{title}-v0", "cls": f"{title}Env",
               "title": f"An {kind}"}
     files = {"pyproject.toml": _PYPROJECT, "README.md": _README, f"{module}/__init__.py": _ENV if kind == "env" else

@@ -247,3 +247,14 @@ def test_the_command_fails_and_says_what_is_wrong(registered, capsys):
 def test_what_is_no_env_is_said_at_once(capsys):
     assert cli.main(["check-env", "Nothing-v0"]) != 0
     assert "no env is registered as 'Nothing-v0'" in capsys.readouterr().err
+
+
+def moves_alone():
+    """Makes an env whose class nobody asks before it is made."""
+    return type("MovesAlone", (MovesAway,), {"own_process": True})()
+
+
+def test_a_process_of_its_own_that_nobody_will_give_is_told():
+    gym.register("MovesAlone-v0", moves_alone)
+    problems = {finding.name: finding.problem for finding in check("MovesAlone-v0")}
+    assert "register the class itself" in problems["what all envs share stays as it is"]

@@ -46,7 +46,7 @@ def test_names_become_modules_and_ids(name, module, env_id, tmp_path):
     assert f'register("{env_id}"' in (tmp_path / "new" / module / "__init__.py").read_text()
 
 
-@pytest.mark.parametrize("name", ["", "1st", "a b", "../up", "class", "é", "-"])
+@pytest.mark.parametrize("name", ["", "1st", "a b", "../up", "class", "é", "-", "tests"])
 def test_a_name_that_makes_no_package_is_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="name: "):
         create("env", name, tmp_path / "new")
@@ -56,6 +56,14 @@ def test_a_name_that_makes_no_package_is_refused(name, tmp_path):
 @pytest.mark.parametrize("name", ["Torch", "json", "molt-gym"])
 def test_a_name_that_would_hide_another_module_is_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="name: a module .* is here already"):
+        create("env", name, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("name", "env_id"), [("CodeExec", "CodeExec-v0"), ("tic-tac-toe", "TicTacToe-v0"),
+                                               ("FrozenLake", "FrozenLake-v1")])
+def test_a_name_whose_id_would_stand_for_another_env_is_refused(name, env_id, tmp_path):
+    with pytest.raises(ConfigError, match=f"name: an env {env_id} is here already"):
         create("env", name, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

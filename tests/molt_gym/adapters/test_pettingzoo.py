@@ -131,7 +131,7 @@ def test_a_parallel_games_rewards_reach_each_seat() -> None:
 
 
 class Counting(pettingzoo.AECEnv):
-    """By turns "a" and "b" name a number; the second one wins 1. Turns and ends are PettingZoo's own unless `abrupt`."""
+    """By turns "a" and "b" name a number; the second one wins 1. abrupt: agents leave without a last turn."""
 
     metadata = {"name": "counting_v0", "render_modes": []}
     possible_agents = ["a", "b"]
