@@ -11,6 +11,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -31,13 +32,15 @@ Keys = tuple[str, ...]
 S = TypeVar("S", bound=Section)
 
 _SHORTHANDS: dict[Keys, Keys] = {("engine",): ("rollout", "engine")}
+_NAMED = {("mixture",), ("failures", "budgets"), ("actor", "lr_groups")}
+"""Tables by ids and other names with hyphens of their own, rather than by keywords of Python."""
 
 
 def load_config(
     env: str | None = None,
     *,
-    model: str | None = None,
-    file: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | None = None,
+    file: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     preset: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
@@ -46,9 +49,9 @@ def load_config(
     Args:
         env: environment id; without it, `file` or `overrides` must name one.
         model: hub name, folder or name of a model; wins over the other sources, like `env`.
-        file: TOML file, such as the config.toml of an earlier run.
+        file: TOML file, such as the config.toml of an earlier run, or what one would hold.
         preset: values recommended for the model, below the file.
-        overrides: values that win over the file. Here and in `preset`, `{"rollout": {"group_size": 8}}`,
+        overrides: values that win over the file. In all of them, `{"rollout": {"group_size": 8}}`,
             `{"rollout.group_size": 8}` and `{"rollout__group_size": 8}` are the same.
 
     Raises:
@@ -62,7 +65,7 @@ def load_settings(
     schema: type[S],
     given: Mapping[str, Any],
     *,
-    file: str | os.PathLike[str] | None = None,
+    file: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     preset: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> S:
@@ -70,13 +73,17 @@ def load_settings(
     merged: dict[str, Any] = {}
     sources: dict[Keys, str] = {}
     problems: list[str] = []
-    for source, tree in (("the model's preset", preset), (f"the file {file}", _read(file) if file else None),
-                         ("the overrides", overrides), ("", given)):
+    said = ("config", file) if isinstance(file, Mapping) else (f"the file {file}", _read(file) if file else None)
+    for source, tree in (("the model's preset", preset), said, ("the overrides", overrides), ("", given)):
         for path, value in _options(tree or {}, source, problems, schema):
             _put(merged, path, value)
             sources[path] = source
     if problems:
         raise ConfigError("\n".join(problems))
+    actor = merged.get("actor", {})
+    if actor.get("schedule") == "constant" and sources.get(("actor", "min_lr_ratio")) == "the model's preset":
+        # It belongs to the schedule that the user did not want.
+        del actor["min_lr_ratio"]
     try:
         return schema.model_validate(merged)
     except ValidationError as error:
@@ -86,8 +93,8 @@ def load_settings(
 def parse_cli(arguments: Sequence[str], schema: type[Section] = Config) -> dict[str, Any]:
     """Overrides for `load_config` from command-line words such as `--rollout.group-size 8 --eval.after=false`.
 
-    A switch without a value is true. Values of text options are taken as they are, others are read as TOML; `none`
-    unsets an option that may be left out.
+    A switch without a value is true. Values of text options are taken as they are, others are read as TOML, with
+    Python's True and False; `none` unsets an option that may be left out.
 
     Raises:
         ConfigError: a word that is no option, an unknown option, or an option without its value.
@@ -99,10 +106,14 @@ def parse_cli(arguments: Sequence[str], schema: type[Section] = Config) -> dict[
         if not word.startswith("--") or len(word) == 2:
             raise ConfigError(f"{word!r} on the command line is no option; write --NAME VALUE, such as --steps 10")
         name, equals, text = word[2:].partition("=")
-        name = name.replace("-", "_")
-        path, field = _resolve(tuple(name.split(".")), "the command line", schema)
+        path: Keys = ()
+        for part in name.split("."):
+            path += (part if path in _NAMED else part.replace("-", "_"),)
+        name = ".".join(path)
+        path, field = _resolve(path, "the command line", schema)
         switch = field is not None and field.annotation is bool
-        if not equals and words and not words[0].startswith("--") and (not switch or words[0] in ("true", "false")):
+        value_next = words and not words[0].startswith("--") and (not switch or words[0].lower() in ("true", "false"))
+        if not equals and value_next:
             text = words.pop(0)
         elif not equals and switch:
             text = "true"
@@ -185,12 +196,14 @@ def _put(tree: dict[str, Any], path: Keys, value: Any) -> None:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
         tree = tree[name]
-    if isinstance(value, Mapping):
-        tree.setdefault(path[-1], {})
-        for key, item in value.items():
-            _put(tree, (path[-1], key), item)
-    else:
-        tree[path[-1]] = value
+    name = path[-1]
+    if not isinstance(value, Mapping):
+        tree[name] = value
+        return
+    if not isinstance(tree.get(name), dict):
+        tree[name] = {}
+    for key, item in value.items():
+        _put(tree[name], (key,), item)
 
 
 def _explain(
@@ -239,8 +252,9 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return _describe(arguments[0], metadata) + ", or leave it out"
     if get_origin(annotation) is dict:
         return "a table" if arguments[1] is Any else f"a table from text to {_describe(arguments[1])}"
-    bounds = [f"{sign} {getattr(item, name)}" for item in metadata
-              for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")) if hasattr(item, name)]
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of a length >="}
+    bounds = [f"{sign} {getattr(item, name)}" for item in metadata for name, sign in signs.items()
+              if hasattr(item, name)]
     word = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[annotation]
     return " ".join([word, " and ".join(bounds)]).strip()
 
@@ -249,11 +263,14 @@ def _parse_value(text: str, field: FieldInfo | None) -> Any:
     takes = _takes(field) if field else ""
     if text == "none" and takes.endswith("leave it out"):
         return None
+    if takes.startswith(("text", "'")):
+        return text
     try:
-        parsed = {} if takes.startswith(("text", "'")) else tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")
     except tomllib.TOMLDecodeError:
-        parsed = {}
-    return parsed["value"] if parsed.keys() == {"value"} else text
+        return text
+    # No option is a date.
+    return parsed["value"] if parsed.keys() == {"value"} and not isinstance(parsed["value"], date | time) else text
 
 
 def _fields(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, FieldInfo]]:

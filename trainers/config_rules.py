@@ -19,6 +19,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _placement_contradictions(config)
     yield from _mixture_contradictions(config)
     yield from _actor_contradictions(config)
+    yield from _without_effect(config)
     rollout, evaluation = config.rollout, config.eval
     if rollout.max_tokens >= rollout.max_context:
         yield (f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt in rollout.max_context = "
@@ -75,12 +76,6 @@ def _actor_contradictions(config: Config) -> Iterator[str]:
     if actor.tp > 1 and (actor.backend == "automodel" or actor.ep > 1):
         yield (f"actor.tp: {actor.tp} with a model of nemo_automodel (actor.backend, actor.ep), which is shared by ep "
                "and cp alone; write tp = 1, or backend = 'transformers' and ep = 1")
-    if actor.decay_share != 0.2 and actor.schedule != "wsd":
-        yield (f"actor.decay_share: {actor.decay_share} with actor.schedule = {actor.schedule!r}, which has no such "
-               "share; write schedule = 'wsd' or leave it out")
-    if actor.momentum != 0.95 and actor.optimizer != "muon":
-        yield (f"actor.momentum: {actor.momentum} with actor.optimizer = {actor.optimizer!r}, which has actor.betas; "
-               "write optimizer = 'muon' or leave it out")
     if lora.dropout:
         yield (f"actor.lora.dropout: {lora.dropout} would make the trainer compute other probabilities than the "
                "sampler, and every ratio of the two would be off; write 0")
@@ -95,6 +90,33 @@ def _actor_contradictions(config: Config) -> Iterator[str]:
         which = ("rollout.release_memory = true, where the engine forgets the model that adapters belong to"
                  if config.rollout.release_memory else "rollout.engine = 'transformers', which takes whole weights")
         yield f"actor.lora.transfer: 'adapter' with {which}; write 'merged' or 'auto'"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Options that are not as they would be anyway, and that others keep from doing anything."""
+    rollout, actor, algorithm = config.rollout, config.actor, config.algorithm
+    kl, importance = algorithm.kl, algorithm.importance
+    gate = f"gate = {importance.gate!r}" if importance.gate != "ratio" else f"mode = {importance.mode!r}"
+    for name, section, options, idle, which, remedy in (
+        ("actor", actor, ["decay_share"], actor.schedule != "wsd", f"actor.schedule = {actor.schedule!r}",
+         "schedule = 'wsd'"),
+        ("actor", actor, ["min_lr_ratio"], actor.schedule == "constant", "actor.schedule = 'constant'",
+         "another schedule"),
+        ("actor", actor, ["momentum"], actor.optimizer != "muon", f"actor.optimizer = {actor.optimizer!r}",
+         "optimizer = 'muon'"),
+        ("algorithm", algorithm, ["overlong_penalty"], not algorithm.overlong_buffer, "algorithm.overlong_buffer = 0",
+         "a larger overlong_buffer"),
+        ("algorithm.kl", kl, ["kind", "use", "ref"], not kl.coefficient, "algorithm.kl.coefficient = 0",
+         "kl.coefficient > 0"),
+        ("algorithm.kl", kl, ["horizon"], kl.target is None, "a coefficient that stays", "kl.target"),
+        ("algorithm.importance", importance, ["low"], importance.gate != "ratio" or importance.mode == "trunc",
+         f"algorithm.importance.{gate}, whose band has an upper end alone", "high in its place"),
+        ("rollout", rollout, ["weight_transfer"], rollout.engine == "transformers", "rollout.engine = 'transformers'",
+         "rollout.engine = 'vllm'"),
+    ):
+        for option in options if idle else ():
+            if (value := getattr(section, option)) != type(section).model_fields[option].default:
+                yield f"{name}.{option}: {value!r} does nothing with {which}; write {remedy} or leave it out"
 
 
 _ENGINE_OPTIONS = {

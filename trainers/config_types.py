@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
@@ -30,6 +30,8 @@ def _plain(value: Any, name: str = "") -> Any:
         return [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     raise ValueError(f"{name}: got {value!r} ({type(value).__name__}); write text, a number, true or false, a list or "
                      "a table, or leave the key out")
 
@@ -72,8 +74,8 @@ Table = Annotated[dict[str, Any], BeforeValidator(lambda value: _plain(value) if
 Mix = Annotated[dict[str, Any], BeforeValidator(_mixture)]
 Range = Annotated[tuple[Number, Number] | None,
                   BeforeValidator(lambda value: ((0.0, 1.0) if value else None) if isinstance(value, bool) else value)]
-Names = Annotated[tuple[Text, ...],
-                  BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
+Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(
+    lambda value: [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 

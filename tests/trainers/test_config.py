@@ -159,6 +159,16 @@ CONTRADICTIONS = [
     ({"algorithm.overlong_buffer": 600}, "algorithm.overlong_buffer: 600", "write at most that"),
     ({"rollout.dynamic_filter": [0.5, 0.5]}, "rollout.dynamic_filter: [0.5, 0.5]", "low < high"),
     ({"eval.k": 4}, "eval.k: 4", "eval.temperature > 0"),
+    ({"actor.decay_share": 0.5}, "actor.decay_share: 0.5 does nothing with actor.schedule = 'constant'", "'wsd'"),
+    ({"actor.min_lr_ratio": 0.5}, "actor.min_lr_ratio: 0.5 does nothing with actor.schedule = 'constant'", "leave it"),
+    ({"actor.momentum": 0.5}, "actor.momentum: 0.5 does nothing with actor.optimizer = 'adamw'", "'muon'"),
+    ({"algorithm.overlong_penalty": 2}, "algorithm.overlong_penalty: 2.0 does nothing", "write a larger overlong_b"),
+    ({"algorithm.kl.kind": "k2"}, "algorithm.kl.kind: 'k2' does nothing with algorithm.kl.coefficient = 0", "> 0"),
+    ({"algorithm.kl.ref": "rollout"}, "algorithm.kl.ref: 'rollout' does nothing", "write kl.coefficient > 0"),
+    ({"algorithm.kl": {"coefficient": 0.1, "horizon": 9}}, "algorithm.kl.horizon: 9 does nothing", "write kl.target"),
+    ({"algorithm.importance": {"level": "token", "mode": "trunc", "low": 0.9}}, "algorithm.importance.low: 0.9 does",
+     "write high in its place"),
+    ({"rollout.weight_transfer": "gloo"}, "rollout.weight_transfer: 'gloo' does nothing", "engine = 'vllm'"),
 ]
 
 
@@ -183,6 +193,13 @@ def test_options_that_contradict_each_other_are_refused_with_what_to_change(over
 ])
 def test_their_consistent_counterparts_are_accepted(overrides):
     load_config("X-v0", overrides=overrides)
+
+
+def test_the_end_of_a_presets_schedule_goes_with_the_schedule():
+    preset = {"actor": {"schedule": "linear", "min_lr_ratio": 0.1}}
+    ratios = [load_config("X-v0", preset=preset, overrides=overrides).actor.min_lr_ratio
+              for overrides in ({}, {"actor.schedule": "cosine"}, {"actor.schedule": "constant"})]
+    assert ratios == [0.1, 0.1, 0.0]
 
 
 @pytest.mark.parametrize(("overrides", "level"), [
@@ -255,6 +272,19 @@ def test_command_line_words_become_overrides():
     assert load_config("X-v0", overrides=overrides).rollout.template_kwargs == {"think": True}
 
 
+def test_ids_and_reasons_on_the_command_line_keep_their_hyphens():
+    overrides = parse_cli(["--mixture.My-Env-v0.env-kwargs.top-k", "2", "--failures.budgets.tool-box", "0.5"])
+    assert overrides == {"mixture.My-Env-v0.env_kwargs.top_k": 2, "failures.budgets.tool-box": 0.5}
+    weights = {"mixture": {"My-Env-v0": {"weight": 0.5}}}
+    assert load_config("My-Env-v0", overrides={**weights, **overrides}).mixture == {
+        "My-Env-v0": {"weight": 0.5, "env_kwargs": {"top_k": 2}}}
+
+
+def test_python_spells_true_and_false_in_its_own_way_and_dates_are_text():
+    words = ["--env-kwargs.hard", "False", "--env-kwargs.since", "2024-01-01", "--eval.before", "False"]
+    assert parse_cli(words) == {"env_kwargs.hard": False, "env_kwargs.since": "2024-01-01", "eval.before": False}
+
+
 def test_text_on_the_command_line_cannot_smuggle_in_other_options():
     assert parse_cli(["--steps", "3\nvalue2 = 1"]) == {"steps": "3\nvalue2 = 1"}
 
@@ -304,6 +334,23 @@ def test_the_help_explains_every_option():
     assert len(lines) % 2 == 0 and all(line.strip() not in ("", "None") for line in lines)
 
 
+def test_settings_can_be_a_mapping_in_place_of_a_file():
+    assert load_config("X-v0", preset={"steps": 3}, file={"steps": 5}, overrides={"seed": 1}).steps == 5
+    assert refusal(file={"rollout": {"grup_size": 4}}).startswith("rollout.grup_size (from config): unknown option")
+
+
+def test_a_table_takes_the_place_of_what_is_none():
+    config = load_config("X-v0", preset={"env_kwargs": {"level": "hard"}}, overrides={"env_kwargs": {"level": {}}})
+    assert config.env_kwargs == {"level": {}}
+
+
+def test_names_may_have_spaces_between_them_and_there_is_one():
+    lora = {"actor.lora.rank": 4, "actor.lora.target_modules": "q_proj, v_proj"}
+    assert load_config("X-v0", overrides=lora).actor.lora.target_modules == ("q_proj", "v_proj")
+    assert "target_modules (from the overrides): got ''" in refusal(overrides=lora | {"actor.lora.target_modules": ""})
+
+
 def test_paths_are_taken_as_text(tmp_path):
+    assert load_config("X-v0", overrides={"env_kwargs": {"dataset": Path("a") / "b"}}).env_kwargs["dataset"] == "a/b"
     assert load_config("X-v0", overrides={"out": Path("runs") / "a"}).out == str(Path("runs") / "a")
     assert load_config("X-v0", overrides={"out": "~/a"}).out == str(Path("~/a").expanduser())
