@@ -1,6 +1,7 @@
 """Which experts vLLM on CPUs says that it used, against what transformers' routers choose."""
 
 import asyncio
+import functools
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from molt_gym.errors import RunFailed
 from molt_gym.tokens import Sampling
+from molt_gym.trainers.rollout import vllm_engine
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.vllm_engine import VllmEngine
 from molt_gym.trainers.rollout.vllm_routing import RoutingRecorder
+from molt_gym.trainers.rollout.vllm_spec import HostSpec
+from molt_gym.trainers.rollout.vllm_transfer import buckets
 
 vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 PROMPTS = [[5, 7, 9], [1, 40, 300, 17, 200], [11], list(range(20, 60))]
@@ -59,8 +64,11 @@ def check(reply, prompt: list[int], expected: np.ndarray, cached: int = 0) -> No
 
 @vllm
 @pytest.mark.slow
-async def test_replies_tell_the_experts_of_each_position_also_across_updates_by_file_in_flight(
+async def test_replies_tell_the_experts_of_each_position_also_across_updates_by_small_files_in_flight(
         model, tmp_path, renderer, play, expected, monkeypatch):
+    # Versions are known from the boundaries, as with a vLLM that does not tell them.
+    monkeypatch.setattr(vllm_engine, "HostSpec", functools.partial(HostSpec, spans=False))
+    monkeypatch.setattr(vllm_engine, "buckets", functools.partial(buckets, limit=10_000))
     engine = VllmEngine(tmp_path, renderer, dtype=torch.float32, max_context=256, max_sequences=3, backend="file",
                         routed_experts=True)
     files = tmp_path / "files"
@@ -100,6 +108,7 @@ async def test_replies_tell_the_experts_of_each_position_also_across_updates_by_
             model.load_state_dict(state)
             for rows, logprobs, prompt, reply in zip(new, after, PROMPTS, replies, strict=True):
                 count = reply.versions.count(engine.version - 1)
+                assert reply.versions == [engine.version - 1] * count + [engine.version] * (len(reply.ids) - count)
                 straddling += 0 < count < len(reply.ids)
                 if count:
                     rows[: len(prompt) - 1 + count] = routed(model, prompt + reply.ids)[: len(prompt) - 1 + count]
@@ -107,8 +116,19 @@ async def test_replies_tell_the_experts_of_each_position_also_across_updates_by_
                 assert reply.logprobs[count:] == pytest.approx(logprobs[count:], abs=1e-4)
             model.load_state_dict(moved)
         assert straddling
+
+        flying = engine.submit([Request([5], Sampling(max_tokens=250, temperature=0))])
+        await engine.pause()
+        flying = [future for future in flying if not future.done()]
+        with pytest.raises(RunFailed, match="parameters were not sent, such as lm_head.weight"):
+            await engine.update_weights(list(model.named_parameters())[:-1], engine.version + 1)
+        await engine.resume()
+        for future in (*flying, *engine.submit([Request([5], Sampling())])):
+            with pytest.raises(RunFailed, match="weights were not updated"):
+                await asyncio.wait_for(future, 30)
+        assert engine.ended is not None and engine._host.log.exists()
     finally:
-        await engine.close()
+        await asyncio.wait_for(engine.close(), 30)
     assert not list(files.iterdir())
 
 
