@@ -128,7 +128,7 @@ def _global_state(fresh: Maker) -> None:
         changed = [name for name, value in _state().items() if value != before[name]]
         alone = getattr(fresh, "own_process", False)
         if getattr(type(env.unwrapped), "own_process", False) and not alone:
-            raise _Wrong("nobody sees its own_process where a function or a wrapper makes it; register the class itself")
+            raise _Wrong("own_process is not seen where a function or a wrapper makes the env; register the class")
         if changed and not alone:
             raise _Wrong(f"making, reset or step changed {' and '.join(changed)}, which other envs share; draw from "
                          "self.np_random, and leave the rest as it is, or set own_process = True")

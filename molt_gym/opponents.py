@@ -3,7 +3,6 @@
 Invariant: a name says wholly who it is, so that a spec can be sent to other processes.
 """
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,10 @@ def find_opponent(given: Any) -> tuple[str, Callable[..., Any] | None]:
         if not Path(given.removeprefix(MODEL)).is_dir():
             raise ConfigError(f"opponent: {given!r}: there is no such folder; write {MODEL}FOLDER")
         return given, None
-    if isinstance(given, str) and ":" not in given:
+    if given is None or isinstance(given, str) and ":" not in given:
         raise ConfigError(f"opponent: {given!r}; write 'self', 'random', 'league', 'model:FOLDER' or "
                           "'module:function'")
-    function = named_function(given, "opponent")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"opponent: {given!r:.200} is no plain function; write one from a conversation to a message "
-                          "or its text")
+    function = named_function(given, "opponent", "one from a conversation to a message or its text")
     return given if isinstance(given, str) else getattr(given, "__qualname__", type(given).__name__), function
 
 

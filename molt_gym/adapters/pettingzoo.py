@@ -24,11 +24,11 @@ from ..registry import register
 from .action_text import is_small, parse_action, words_for
 from .env_text import describe as describe_value
 from .suites import SUITES
-from .text_env import named_function
+from .text_env import named_function, with_line
 
 __all__ = ["PettingZooEnv", "register_ids"]
 
-Describe = Callable[[Any, str, Any, dict[str, Any]], str]
+Describe = Callable[[Any, str, Any, dict[str, Any]], Any]
 Parse = Callable[[Any, str, str], Any]
 _ACTION_MASK = "action_mask"
 _NO_PROSE = re.compile(r"\s*(\||```|:|This environment is part of)")
@@ -48,7 +48,7 @@ class PettingZooEnv(GameEnv):
 
     Args:
         env: a function that makes an AECEnv or a ParallelEnv, "module:function", or an id of `pettingzoo.make`.
-        describe: of the user: (env, agent, observation, info) → text; or "module:function".
+        describe: of the user: (env, agent, observation, info) → text or content parts; or "module:function".
         parse: of the user: (env, agent, reply text) → action, or ValueError with what to write; or "module:function".
         instructions: in place of what the docstring says.
         opponent, illegal_limit, render_mode: as for `GameEnv`.
@@ -102,16 +102,18 @@ class PettingZooEnv(GameEnv):
             how += f".\nActions: {words_for(space)}." if self._parse is None else "."
         return "\n\n".join(filter(None, [self._instructions, how.strip()]))
 
-    def view(self, seat: str) -> str:
+    def view(self, seat: str) -> str | list[Message]:
         """The observation in words, and which actions are legal."""
         agent = self._agents[seat]
         observation, _, _, _, info = self.env.last()
         if self._describe is not None:
-            text = self._describe(self.env, agent, observation, info)
+            seen = self._describe(self.env, agent, observation, info)
         else:
-            text = _told(observation, self.env.observation_space(agent))
+            seen = _told(observation, self.env.observation_space(agent))
         legal = self._legal(seat)
-        return text if legal is None else f"{text}\nLegal actions: {', '.join(map(str, legal))}."
+        if legal is not None:
+            seen = with_line(seen, f"Legal actions: {', '.join(map(str, legal))}.")
+        return [{"role": "user", "content": seen}]
 
     def move(self, seat: str, message: Message) -> Mapping[str, float]:
         """Plays the action that a reply means.

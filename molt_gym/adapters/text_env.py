@@ -7,6 +7,7 @@ never reaches the env.
 """
 
 import importlib
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +23,9 @@ from ..task_env import finite
 from .action_text import IllegalReply, is_small, parse_action, words_for
 from .env_text import action_names, describe, observation_names, plain_ansi, purpose
 
-__all__ = ["OPTIONS", "TextEnv", "text_spec"]
+__all__ = ["OPTIONS", "TextEnv", "named_function", "text_spec", "with_line"]
 
-Describe = Callable[[gym.Env, Any, dict[str, Any]], str]
+Describe = Callable[[gym.Env, Any, dict[str, Any]], Any]
 Parse = Callable[[gym.Env, str], Any]
 Env = str | EnvSpec | Mapping[str, Any] | Callable[..., gym.Env]
 """A mapping is what JSON makes of a spec."""
@@ -45,7 +46,7 @@ class TextEnv(ChatEnv):
 
     Args:
         env: an id or a spec for `gymnasium.make`, or a function that makes an env.
-        describe: of the user: (env, observation, info) → text; or "module:function".
+        describe: of the user: (env, observation, info) → text or content parts; or "module:function".
         parse: of the user: (env, reply text) → action, or ValueError with what to write instead; or "module:function".
         instructions: in place of what the docstring says.
         illegal_limit: illegal replies in a row that end the episode.
@@ -53,6 +54,7 @@ class TextEnv(ChatEnv):
         **kwargs: for the env.
 
     Raises:
+        ConfigError: an argument makes no sense.
         NotAChatEnv: its actions are none that can be written, and there is no `parse`.
     """
 
@@ -122,19 +124,20 @@ class TextEnv(ChatEnv):
             raise IllegalReply(f"{action!r:.80} is no action of {self.env.action_space!r:.80}")
         return action
 
-    def _seen(self, observation: Any, info: dict[str, Any], reward: float | None = None) -> str:
+    def _seen(self, observation: Any, info: dict[str, Any], reward: float | None = None) -> Any:
         if self._describe is not None:
-            text = self._describe(self.env, observation, info)
+            seen = self._describe(self.env, observation, info)
         elif self.env.render_mode == "ansi":
-            text = plain_ansi(str(self.env.render()))
+            seen = plain_ansi(str(self.env.render()))
         else:
-            text = describe(observation, self.env.observation_space, self._parts)
+            seen = describe(observation, self.env.observation_space, self._parts)
         mask = info.get("action_mask")
         if mask is not None and is_small(self.env.action_space) and len(mask) == getattr(self.env.action_space, "n", 0):
             first = int(self.env.action_space.start)
             legal = [first + i for i, allowed in enumerate(mask) if allowed]
-            text += f"\nActions that have an effect now: {words_for(self.env.action_space, self._actions, legal)}."
-        return text if reward is None else f"{text}\nLast reward: {reward:g}."
+            words = words_for(self.env.action_space, self._actions, legal)
+            seen = with_line(seen, f"Actions that have an effect now: {words}.")
+        return seen if reward is None else with_line(seen, f"Last reward: {reward:g}.")
 
 
 def text_spec(spec: EnvSpec) -> EnvSpec:
@@ -149,6 +152,8 @@ def _make(env: Env, kwargs: dict[str, Any]) -> gym.Env:
         fields = {name: value for name, value in env.items() if name not in ("namespace", "name", "version")}
         env = EnvSpec.from_json(json.dumps(fields))
     if not isinstance(env, str | EnvSpec):
+        if not callable(env):
+            raise ConfigError(f"env: {env!r:.200}; write an id, a spec, or a function that makes an env")
         return env(**kwargs)
     spec = gym.spec(env) if isinstance(env, str) else env
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
@@ -158,13 +163,32 @@ def _make(env: Env, kwargs: dict[str, Any]) -> gym.Env:
     return gym.make(spec, max_episode_steps=-1, disable_env_checker=True, **kwargs)
 
 
-def named_function(given: Any, name: str) -> Any:
-    """What "module:function" names, or `given` itself if it is no text; raises ConfigError, which names the field."""
-    if not isinstance(given, str):
-        return given
-    module, _, attribute = given.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{name}: {given!r} is no module:function ({error}); write the module and the function's "
-                          "name in it") from error
+def named_function(given: Any, name: str, write: str = "a function, or its 'module:function'") -> Any:
+    """What "module:function" names, or `given` itself if it is no text; None for None.
+
+    Args:
+        given: of the user.
+        name: of the field, for errors.
+        write: what would do, for errors.
+
+    Raises:
+        ConfigError: it is nothing that can be called, or has to be awaited.
+    """
+    function = given
+    if isinstance(given, str):
+        module, _, attribute = given.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: {given!r} is no module:function ({error}); write the module and the function's "
+                              "name in it") from error
+    if given is not None and (not callable(function) or inspect.iscoroutinefunction(function)):
+        raise ConfigError(f"{name}: {given!r:.200} is no plain function; write {write}")
+    return function
+
+
+def with_line(content: Any, line: str) -> Any:
+    """What a `describe` returned, a text or content parts, and a line under it; anything else as it is."""
+    if isinstance(content, list | tuple):
+        return [*content, {"type": "text", "text": line}]
+    return f"{content}\n{line}" if isinstance(content, str) else content

@@ -1,7 +1,6 @@
 """Who plays the other seat of a game of TextArena: a random player, or a function."""
 
 import copy
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError, EnvFailure
 from .global_random import GlobalRandom
+from .text_env import named_function
 
 __all__ = ["Opponent", "find_opponent"]
 
@@ -31,16 +31,10 @@ def find_opponent(opponent: str | Opponent) -> Callable[[int], Player]:
     """
     if opponent == "random":
         return RandomPlayer
-    function = opponent
-    if isinstance(opponent, str):
-        module, _, name = opponent.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name) if name else None
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"opponent: {opponent!r} cannot be found: {error}") from error
-    if not callable(function):
+    if opponent is None or isinstance(opponent, str) and ":" not in opponent:
         raise ConfigError(f"opponent: {opponent!r}; write 'random', a function of a text and a generator, or its "
                           "'module:function'")
+    function = named_function(opponent, "opponent", "one of a text and a generator, or its 'module:function'")
     return lambda index: _scripted(function, index)
 
 

@@ -214,6 +214,13 @@ def test_describe_and_parse_of_the_user_take_the_place_of_either_side() -> None:
     assert "write a letter from A to I" in observation["messages"][-1]["content"]
 
 
+def test_what_is_described_may_be_content_parts() -> None:
+    parts = [{"type": "text", "text": "a board"}]
+    env = PettingZooEnv("classic/tictactoe-v3", describe=lambda *given: parts)
+    said = env.reset()[0]["messages"][-1]["content"]
+    assert said[0] == parts[0] and said[1]["text"].startswith("Legal actions: 0, 1")
+
+
 class Wide(Words):
     def __init__(self):
         self.spaces = {agent: Box(0, 1, (9, 9)) for agent in self.possible_agents}

@@ -99,6 +99,23 @@ def test_the_user_may_describe_and_parse():
     assert env.step(say("x"))[4]["illegal"] is True
 
 
+def test_what_is_described_may_be_content_parts():
+    parts = [{"type": "text", "text": "a pole"}]
+    env = molt_gym.make("CartPole-v1", describe=lambda env, seen, info: parts)
+    assert env.reset(seed=0)[0]["messages"][-1]["content"] == parts
+    said = env.step(say("1"))[0]["messages"][-1]["content"]
+    assert said == [*parts, {"type": "text", "text": "Last reward: 1."}] and len(parts) == 1
+
+
+@pytest.mark.parametrize("seen", [None, 5])
+def test_what_is_described_as_nothing_that_can_be_read_is_refused(seen):
+    answers = iter(["fine", seen])
+    env = molt_gym.make("CartPole-v1", describe=lambda *given: next(answers))
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="content: .*; write a string"):
+        env.step(say("1"))
+
+
 class Pixels(gym.Env):
     """An env whose actions nobody could write."""
 
@@ -213,10 +230,17 @@ def test_the_classics_are_listed_once_by_their_latest_version():
 
 
 @pytest.mark.parametrize("given", [{"illegal_limit": 0}, {"illegal_limit": True}, {"parse": "no.such:thing"},
-                                   {"describe": "math:nothing"}])
+                                   {"describe": "math:nothing"}, {"describe": 3}, {"parse": "math:pi"},
+                                   {"describe": ":f"}, {"parse": ".x:f"}])
 def test_wrong_arguments_are_named(given):
     with pytest.raises(molt_gym.ConfigError, match=next(iter(given))):
         molt_gym.TextEnv("FrozenLake-v1", **given)
+
+
+def test_what_makes_no_env_is_refused():
+    for env in (gym.make("CartPole-v1"), None):
+        with pytest.raises(molt_gym.ConfigError, match="env: .*; write an id, a spec, or a function that makes an env"):
+            molt_gym.TextEnv(env)
 
 
 def test_colours_of_a_terminal_become_tags():
