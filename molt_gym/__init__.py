@@ -88,7 +88,7 @@ def train(
     *,
     out: str | PathLike[str] | None = None,
     steps: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     curriculum: str | Callable[[dict[str, Any]], Mapping[str, float] | None] | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -102,7 +102,7 @@ def train(
         model: a hub name or a local Hugging Face folder; None takes SmolLM2-135M, "tiny" a toy that is made here.
         out: the folder of the run; None makes a new one under `runs/`.
         steps: how many optimizer steps; None takes what the configuration says.
-        seed: fixes tasks, sampling and order.
+        seed: fixes tasks, sampling and order; None takes what the configuration says, or the run that is gone on with.
         curriculum: called with the metrics of each step, before the next one; it returns new weights by env id, or
             None. A function, or "module:function".
         config: a TOML file, or nested settings as a mapping.
@@ -162,7 +162,7 @@ def distill(
     *,
     out: str | PathLike[str] | None = None,
     steps: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     curriculum: str | Callable[[dict[str, Any]], Mapping[str, float] | None] | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -205,9 +205,9 @@ def evaluate(
     env: str | Sequence[str],
     model: str | PathLike[str] | Policy | PolicyFunction | None = None,
     *,
-    episodes: int = 64,
-    k: int | Sequence[int] = 1,
-    seed: int = 0,
+    episodes: int | None = None,
+    k: int | Sequence[int] | None = None,
+    seed: int | None = None,
     endpoint: str | None = None,
     endpoint_model: str | None = None,
     out: str | PathLike[str] | None = None,
@@ -219,9 +219,10 @@ def evaluate(
     Args:
         env: an env id, or several.
         model: as for `train`, a checkpoint, a run's folder, or anything that `as_policy` takes.
-        episodes: how many tasks.
-        k: how many attempts at each task, or the k of several pass@k, of which the largest is how many.
-        seed: fixes tasks and sampling.
+        episodes: how many tasks; None takes what the configuration says, or else 64.
+        k: how many attempts at each task, or the k of several pass@k, of which the largest is how many; None takes what
+            the configuration says, or else 1.
+        seed: fixes tasks and sampling; None takes what the configuration says, or else 0.
         endpoint: URL of an OpenAI-compatible API to ask instead, with the key in OPENAI_API_KEY.
         endpoint_model: the model's name there.
         out: a folder for a table of the tasks of each env. What is in it is not played again.
@@ -293,7 +294,7 @@ def rollout(
     policy: str | PathLike[str] | Policy | PolicyFunction | None,
     n: int,
     *,
-    seed: int = 0,
+    seed: int | None = None,
     config: str | PathLike[str] | Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> "list[Trajectory]":
@@ -304,7 +305,7 @@ def rollout(
         policy: a function from an observation to an assistant message or its text, a `Policy`, or a model as for
             `train`.
         n: how many episodes.
-        seed: fixes tasks and sampling.
+        seed: fixes tasks and sampling; None takes what the configuration says, or else 0.
         config: a TOML file, or nested settings as a mapping.
         **overrides: further settings, as for `train`.
 

@@ -20,7 +20,6 @@ from .cli_words import (
     env_and_overrides,
     envs_and_overrides,
     mixture_of,
-    numbers,
     read_toml,
     refuse,
     run_to_resume,
@@ -78,10 +77,9 @@ def _train(options: argparse.Namespace, rest: list[str]) -> int:
     if not env:
         command = f"molt-gym {options.verb}"
         raise ConfigError(f"env: missing; write {command} ENV, such as {command} CodeExec-v0")
-    seed = options.seed if options.seed is not None else file.get("seed", 0)
     learn = partial(molt_gym.distill, env, options.student, options.teacher) if options.verb == "distill" else (
         partial(molt_gym.train, env, options.model))
-    learn(out=out, steps=options.steps, seed=seed, config=config, **overrides)
+    learn(out=out, steps=options.steps, seed=options.seed, config=config, **overrides)
     return OK
 
 
@@ -123,7 +121,7 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> int:
             envs[0] if len(envs) == 1 else envs,
             options.model,
             episodes=options.episodes,
-            k=options.k[0] if len(options.k) == 1 else options.k,
+            k=options.k,
             seed=options.seed,
             endpoint=options.endpoint,
             endpoint_model=options.endpoint_model,
@@ -157,7 +155,7 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
                 raise ConfigError(f"--{name} {value} has no effect with --human; leave one of the two out")
         kwargs = _env_kwargs(env, overrides, "--human")
         for episode in range(options.n):
-            play(env, seed=options.seed + episode, env_kwargs=kwargs, console=console)
+            play(env, seed=(options.seed or 0) + episode, env_kwargs=kwargs, console=console)
         return OK
     import molt_gym
 
@@ -190,8 +188,7 @@ def _export(options: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest)
     import molt_gym
 
-    step = options.step if options.step in (None, "best") else numbers(options.step)[0]
-    print(molt_gym.export(options.source, options.out, dtype=options.dtype, step=step, model=options.model))
+    print(molt_gym.export(options.source, options.out, dtype=options.dtype, step=options.step, model=options.model))
     return OK
 
 

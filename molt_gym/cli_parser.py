@@ -48,16 +48,16 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     evaluate.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible API to ask, key in OPENAI_API_KEY")
     evaluate.add_argument("--endpoint-model", metavar="NAME", help="the model's name there")
     evaluate.add_argument("--out", metavar="DIR", help="folder for a table of the tasks; goes on with what it has")
-    evaluate.add_argument("--episodes", type=int, default=64, metavar="N", help="tasks (default 64)")
-    evaluate.add_argument("--k", type=numbers, default=[1], metavar="K[,K...]",
+    evaluate.add_argument("--episodes", type=int, metavar="N", help="tasks (default 64)")
+    evaluate.add_argument("--k", type=numbers, metavar="K[,K...]",
                           help="attempts at each task, for pass@k; of several, the largest (default 1)")
-    evaluate.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
+    evaluate.add_argument("--seed", type=int, metavar="S", help="fixes tasks and sampling (default 0)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     rollout = verb("rollout", "play episodes and print them", "ENV [--model M | --human] [options]", True)
     rollout.add_argument("--model", help="as for train; a run's model is in RUN/model")
     rollout.add_argument("--human", action="store_true", help="you are the policy")
     rollout.add_argument("-n", type=int, default=1, metavar="N", help="episodes (default 1)")
-    rollout.add_argument("--seed", type=int, default=0, metavar="S", help="fixes tasks and sampling (default 0)")
+    rollout.add_argument("--seed", type=int, metavar="S", help="fixes tasks and sampling (default 0)")
     rollout.add_argument("--out", metavar="FILE", help="also write the trajectories as JSON lines")
     serve = _serve(verb)
     sft = verb("sft", "train a model on conversations, or on the rollouts of a run",

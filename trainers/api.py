@@ -32,6 +32,7 @@ from .rollout.vllm_spec import check_engine_args
 from .run_dir import RunDir, default_path, holds_run
 from .session import (
     Sampler,
+    count_tasks,
     env_maker,
     merge,
     mixed_preset,
@@ -71,26 +72,26 @@ def train_with(
     *,
     out: str | os.PathLike[str] | None = None,
     steps: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     curriculum: str | Curriculum | None = None,
     config: Settings = None,
     **overrides: Any,
 ) -> TrainResult:
     """The same; settings in `default` lie below all others."""
-    if not isinstance(env, str):
-        env, overrides["mixture"] = "+".join(env), env
+    if isinstance(env, Mapping):
+        weights = {name: entry if isinstance(entry, Mapping) else {"weight": entry} for name, entry in env.items()}
+        env, overrides = "+".join(env), {"mixture": weights, **overrides}
     if curriculum is not None:
+        # An object without a name is none that can be imported.
         overrides["curriculum"] = curriculum if isinstance(curriculum, str) else (
-            f"{curriculum.__module__}:{curriculum.__qualname__}")
-    given = {"seed": seed, **overrides} | ({} if steps is None else {"steps": steps})
+            f"{curriculum.__module__}:{getattr(curriculum, '__qualname__', repr(curriculum))}")
+    given = with_seed(seed, overrides) | ({} if steps is None else {"steps": steps})
     given |= {} if out is None else {"out": (out := os.path.expanduser(out))}
-    earlier = Path(out) / "config.toml" if out is not None and holds_run(out) else None
-    if earlier is not None:
-        given["seed"] = _seed_to_go_on(env, seed, earlier)
+    earlier = _earlier(Path(out)) if out is not None and holds_run(out) else None
     with make_progress() as progress:
         settings, resolved = configure(env, model, config, given, progress, earlier=earlier, default=default)
         if earlier is not None:
-            _keep_schedule(load_config(file=earlier), settings, earlier.parent)
+            _keep_schedule(earlier, settings, Path(out))
         frozen = frozen_model(settings, resolved.path, progress)
         if settings.curriculum and not callable(curriculum):
             curriculum = load_curriculum(settings.curriculum)
@@ -101,16 +102,25 @@ def train_with(
             return run(_train(settings, resolved, frozen, run_dir, progress, curriculum, resume=resume))
 
 
-def _seed_to_go_on(env: str, seed: int, earlier: Path) -> int:
-    """That of the run, to which the default seed gives way."""
-    if "env" not in tomllib.loads(earlier.read_text(encoding="utf-8")):
-        raise ConfigError(f"out: {earlier.parent} holds a run of sft; choose another folder")
-    kept = load_config(file=earlier)
-    for name, value, known in (("env", env, kept.env), ("seed", seed or kept.seed, kept.seed)):
+def with_seed(seed: int | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a call gives; None leaves the seed to its configuration."""
+    return dict(overrides) if seed is None else {"seed": seed, **overrides}
+
+
+def _earlier(folder: Path) -> Config:
+    """The settings of the run that is gone on with."""
+    file = folder / "config.toml"
+    if "env" not in tomllib.loads(file.read_text(encoding="utf-8")):
+        raise ConfigError(f"out: {folder} holds a run of sft; choose another folder")
+    return load_config(file=file).model_copy(update={"out": str(folder)})
+
+
+def _check_same(kept: Config, config: Config) -> None:
+    for name in ("env", "seed"):
+        value, known = getattr(config, name), getattr(kept, name)
         if value != known:
-            raise ConfigError(f"{name}: {value!r}, but the run in {earlier.parent} has {known!r}; write that to go on "
-                              "with it, or choose another folder")
-    return kept.seed
+            raise ConfigError(f"{name}: {value!r}, but the run in {kept.out} has {known!r}; write that to go on with "
+                              "it, or choose another folder")
 
 
 def _keep_schedule(kept: Config, config: Config, folder: Path) -> None:
@@ -184,17 +194,17 @@ def rollout(
     policy: str | os.PathLike[str] | Policy | PolicyFunction | None,
     n: int,
     *,
-    seed: int = 0,
+    seed: int | None = None,
     config: Settings = None,
     **overrides: Any,
 ) -> list[Trajectory]:
     """See `molt_gym.rollout`."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ConfigError(f"n: {n!r}; write a number of rollouts from 1 on")
-    given = {"seed": seed, **overrides}
+    given = with_seed(seed, overrides)
 
     async def play(settings: Config, runner: Any) -> list[Trajectory]:
-        tasks = TaskStream(env_maker(settings).num_tasks(), settings.seed)
+        tasks = TaskStream(count_tasks(env_maker(settings)), settings.seed)
         pool = Pool(runner, tasks, Plan(n, 1), seed=settings.seed)
         try:
             return [trajectory.fetched() for trajectory in (await pool.next_batch(0)).played]
@@ -228,17 +238,19 @@ async def _with_sampler(model: ResolvedModel, config: Config, use: Any) -> Any:
 
 def configure(
     env: str, model: str | os.PathLike[str] | None, config: Settings, overrides: Mapping[str, Any], progress: Progress,
-    *, earlier: Path | None = None, default: Mapping[str, Any] | None = None,
+    *, earlier: Config | None = None, default: Mapping[str, Any] | None = None, held_out: bool = False,
 ) -> tuple[Config, ResolvedModel]:
     """The run's configuration and its model, whose preset lies below the user's settings.
 
-    `earlier` is the config.toml of the run that is resumed; it lies below them too. `default` lies below everything.
+    `earlier` is that of the run that is resumed; it lies below them too. `default` lies below everything. Of the envs,
+    those of training or of evaluation are looked at.
     """
     draft = load(env, model, config, overrides, preset=default, earlier=earlier)
+    if earlier is not None:
+        _check_same(earlier, draft)
     parts = split(draft)
     for part in parts:
-        if env_maker(part).num_tasks() == 0 and len(parts) > 1:
-            raise ConfigError(f"mixture.{part.env}: has no tasks; leave it out")
+        count_tasks(env_maker(part, held_out=held_out))
     if draft.rollout.engine == "vllm":
         check_engine_args(draft.rollout.engine_args)
     resolved = resolve_model(draft.model, env=parts[0].env, env_kwargs=dict(parts[0].env_kwargs), seed=draft.seed,
@@ -251,16 +263,12 @@ def configure(
 
 def load(
     env: str, model: str | os.PathLike[str] | None, config: Settings, overrides: Mapping[str, Any],
-    *, preset: Mapping[str, Any] | None = None, earlier: Path | None = None,
+    *, preset: Mapping[str, Any] | None = None, earlier: Config | None = None,
 ) -> Config:
     """The configuration, for a model that needs none of ours or whose preset is known."""
-    name = None if model is None else os.fspath(model)
     if earlier is not None:
-        preset = load_config(file=earlier).model_dump(exclude_none=True)
-    if isinstance(config, Mapping):
-        loaded = load_config(env, model=name, preset=merge(preset or {}, config), overrides=overrides)
-    else:
-        loaded = load_config(env, model=name, file=config, preset=preset, overrides=overrides)
+        preset = earlier.model_dump(exclude_none=True)
+    loaded = load_config(env, model=model, file=config, preset=preset, overrides=overrides)
     return split(loaded)[0] if loaded.env in loaded.mixture else loaded
 
 

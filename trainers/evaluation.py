@@ -48,9 +48,9 @@ def evaluate(
     env: str | Sequence[str],
     model: str | os.PathLike[str] | Policy | PolicyFunction | None = None,
     *,
-    episodes: int = 64,
-    k: int | Sequence[int] = 1,
-    seed: int = 0,
+    episodes: int | None = None,
+    k: int | Sequence[int] | None = None,
+    seed: int | None = None,
     endpoint: str | None = None,
     endpoint_model: str | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -58,14 +58,16 @@ def evaluate(
     **overrides: Any,
 ) -> EvalResult | dict[str, EvalResult]:
     """See `molt_gym.evaluate`."""
-    sizes = list(k) if isinstance(k, Sequence) else [k]
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    sizes = [] if k is None else list(k) if isinstance(k, Sequence) else [k]
+    wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 1]
+    if wrong or (k is not None and not sizes):
         raise ConfigError(f"k: {k!r}; write a number of attempts from 1 on, or a list of them")
-    ids = [env] if isinstance(env, str) else list(dict.fromkeys(env))
+    ids = [env] if isinstance(env, str) else list(dict.fromkeys(env or ()))
     if not ids:
-        raise ConfigError("env: an empty list; write the ids of the envs to evaluate")
+        raise ConfigError(f"env: got {env!r}; write the id of an env, or a list of those to evaluate")
     who: Any = model if endpoint is None and endpoint_model is None else _endpoint(model, endpoint, endpoint_model)
-    given = {"eval.episodes": episodes, "eval.k": max(sizes), "seed": seed, **overrides}
+    given = {name: value for name, value in (("eval.episodes", episodes), ("eval.k", max(sizes, default=None)),
+                                             ("seed", seed)) if value is not None} | overrides
     with ExitStack() as stack:
         saved = None
         if isinstance(who, str | os.PathLike) and (saved := _checkpoint(Path(who))) is not None:
@@ -96,11 +98,12 @@ def _part(
 ) -> _Part:
     """saved: the checkpoint whose model `who` is."""
     # Greedy attempts are all the same.
-    default = {"eval": {"temperature": float(given["eval.k"] > 1)}}
+    sampled = {"eval": {"temperature": 1.0}}
+    default = sampled if load(env, None, config, given, preset=sampled).eval.k > 1 else {}
     player: ResolvedModel | Policy
     if who is None or isinstance(who, str | os.PathLike):
         with make_progress() as progress:
-            settings, player = configure(env, who, config, given, progress, default=default)
+            settings, player = configure(env, who, config, given, progress, default=default, held_out=True)
         source = saved or player.path
         told: dict[str, Any] = {"model": str(source.absolute()), "weights": _fingerprint(source)}
     else:

@@ -55,7 +55,11 @@ def find_checkpoint(source: Path, step: int | str | None) -> Path:
         ConfigError: there is none, or it is not whole.
     """
     folder = source / "checkpoints"
+    if step not in (None, "best") and not str(step).isdecimal():
+        raise ConfigError(f"step: {step!r} is none of a run; write its number, or 'best'")
     if (source / STATE).is_file():
+        if step is not None:
+            raise ConfigError(f"step: {step!r} of {source}, which is one checkpoint; name the run, or leave step out")
         path: Path | None = source
     elif not folder.is_dir():
         raise ConfigError(f"export: {source} is neither a run nor a checkpoint; write RUN or RUN/checkpoints/step-...")
@@ -85,8 +89,8 @@ def export(
     if not (base / "config.json").is_file():
         raise ConfigError(f"model: there is no model folder {base}, with which the run began and whose tokenizer and "
                           "configuration are exported too; name where it is now")
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"dtype: {dtype!r} is no dtype of torch; write float32, bfloat16 or float16")
+    if dtype not in (None, *_DTYPES.values()):
+        raise ConfigError(f"dtype: {dtype!r} is none that models are exported in; write float32, bfloat16 or float16")
     export_checkpoint(checkpoint, out, base, dtype=None if dtype is None else getattr(torch, dtype))
     return out
 

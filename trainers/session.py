@@ -67,6 +67,18 @@ def env_maker(config: Config, *, held_out: bool = False) -> EnvMaker:
     return EnvMaker.of(config.env, kwargs, config.rollout.env_processes)
 
 
+def count_tasks(maker: EnvMaker) -> int | None:
+    """How many tasks an env has; None for no end of them.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if (count := maker.num_tasks()) == 0:
+        raise ConfigError(f"env: {maker.env_id} has no tasks with the arguments {maker.kwargs}; write others, or leave "
+                          "it out")
+    return count
+
+
 def env_preset(env: str, model: str) -> dict[str, Any]:
     """What the env's class recommends for any model and for this one."""
     presets = getattr(creators(find_spec(env))[1], "presets", {})
@@ -306,7 +318,7 @@ async def evaluate_with(runner: Runner, config: Config, **options: Any) -> EvalR
 def held_out_tasks(config: Config, maker: EnvMaker) -> TaskStream:
     """The first tasks of the test split in a fixed order; without a split, draws that training does not make."""
     has_split = "split" in maker.kwargs
-    return TaskStream(maker.num_tasks(), 0 if has_split else config.seed + EVAL_SEED, epochs=1)
+    return TaskStream(count_tasks(maker), 0 if has_split else config.seed + EVAL_SEED, epochs=1)
 
 
 def seed_everything(seed: int) -> None:

@@ -174,10 +174,10 @@ def test_a_wrong_command_exits_2_with_one_message(words, said, capsys):
 def test_distill_has_a_student_and_a_teacher_and_is_otherwise_train(called, run):
     assert main("distill ToolUse-v0 --student tiny --teacher runs/x/model --steps 3 --actor.lr 1e-3".split()) == 0
     assert main(["distill", "--resume", str(run)]) == 0
-    settings = {"out": None, "steps": 3, "seed": 0, "config": None, "actor.lr": 1e-3}
+    settings = {"out": None, "steps": 3, "seed": None, "config": None, "actor.lr": 1e-3}
     assert called[0] == ("distill", ("ToolUse-v0", "tiny", "runs/x/model"), settings)
     assert called[1] == ("distill", ("CodeExec-v0", None, None),
-                         {"out": str(run), "steps": None, "seed": 7, "config": None})
+                         {"out": str(run), "steps": None, "seed": None, "config": None})
 
 
 def test_train_takes_several_envs_with_weights(called, run):
@@ -229,11 +229,11 @@ def run(tmp_path, monkeypatch):
     return run.path
 
 
-def test_resume_takes_env_seed_and_settings_from_the_run(run, called):
+def test_resume_takes_the_env_from_the_run_and_leaves_seed_and_settings_to_it(run, called):
     assert main(["train", "--resume", str(run), "--steps", "90"]) == 0
     ((_, args, kwargs),) = called
     assert args == ("CodeExec-v0", None)
-    assert kwargs == {"out": str(run), "steps": 90, "seed": 7, "config": None}
+    assert kwargs == {"out": str(run), "steps": 90, "seed": None, "config": None}
 
 
 def test_resume_auto_takes_the_latest_run_of_the_env(run, called):

@@ -186,7 +186,7 @@ def train(toys: Path, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory)
     }
 
     def run(out: Path | None = None, *, env: str = "toy_envs:Letters-v0", model: Path = tiny_path, steps: int = 2,
-            seed: int = 1, defaults: bool = True, **overrides: Any) -> Any:
+            seed: int | None = 1, defaults: bool = True, **overrides: Any) -> Any:
         out = out or tmp_path_factory.mktemp("run")
         return molt_gym.train(env, model, out=out, steps=steps, seed=seed, **(small if defaults else {}) | overrides)
 

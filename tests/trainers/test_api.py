@@ -36,12 +36,29 @@ def test_nested_and_dunder_overrides_and_a_mapping_say_the_same(train: Train, tm
 
 def test_a_run_goes_on_for_more_steps_in_its_own_folder_with_its_own_seed(train: Train, tmp_path: Path) -> None:
     first = train(tmp_path / "run", steps=2, seed=5, eval__after=False)
-    again = train(tmp_path / "run", steps=4, seed=0, eval__after=False)
+    again = train(tmp_path / "run", steps=4, seed=None, eval__after=False)
     straight = train(tmp_path / "straight", steps=4, seed=5, eval__after=False)
     assert again.metrics[: len(first.metrics)] == first.metrics
     rewards = [[line.get("reward/mean") for line in result.metrics] for result in (again, straight)]
     assert rewards[0] == rewards[1]
     assert load_config(file=tmp_path / "run" / "config.toml").steps == 4
+
+
+def test_seed_and_sizes_of_a_configuration_hold_unless_a_call_names_them(toys: Path) -> None:
+    played = [molt_gym.rollout("toy_envs:Coin-v0", lambda _: "ab", 2, **options)[0].index
+              for options in ({"config": {"seed": 9}}, {"seed": 9}, {"seed": 3, "config": {"seed": 9}}, {"seed": 3})]
+    assert played[0] == played[1] != played[2] == played[3]
+    config = {"eval": {"episodes": 3, "k": 2}}
+    result = molt_gym.evaluate("toy_envs:Coin-v0", lambda _: "ab", config=config)
+    assert (result.episodes, result.k, set(result.pass_at)) == (3, 2, {1, 2})
+    assert molt_gym.evaluate("toy_envs:Coin-v0", lambda _: "ab", config=config, k=1).k == 1
+
+
+def test_a_run_takes_the_seed_of_its_configuration(train: Train, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", steps=1, seed=None, config={"seed": 9}, eval__before=False, eval__after=False)
+    assert load_config(file=result.run_dir / "config.toml").seed == 9
+    with pytest.raises(ConfigError, match="seed: 0, but the run in .* has 9"):
+        train(tmp_path / "run", steps=2, seed=0)
 
 
 def test_a_finished_run_is_finished(train: Train, tmp_path: Path) -> None:
@@ -113,6 +130,9 @@ def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_p
     ({"rollout__top_p": 0.9}, ConfigError, "top_p"),
     ({"env_kwargs": {"no_such": 1}}, Exception, "no_such"),
     ({"env_kwargs": {"num_tasks": -1}}, ConfigError, "num_tasks is -1; write"),
+    ({"env_kwargs": {"num_tasks": 0}}, ConfigError, "env: toy_envs:Letters-v0 has no tasks with the arguments"),
+    ({"env": None}, ConfigError, "env: missing"), ({"env": ["Math-v0"]}, ConfigError, "env.*: got .'Math-v0'"),
+    ({"model": 5}, ConfigError, "model: got 5"),
     ({"seed": 2**64}, ConfigError, "seed"),
     ({"rollout__max_context": 4096}, ConfigError, "4096 .* 1024"),
     ({"algorithm__updates_per_batch": 3}, ConfigError, "divide"),

@@ -140,7 +140,8 @@ async def test_a_policy_of_an_endpoint_passes_tools_and_calls_on(api: Any) -> No
     ({"endpoint": "http://x/v1"}, "endpoint_model = None; write both"),
     ({"endpoint_model": "any"}, "endpoint: None"),
     ({"endpoint": "http://x/v1", "endpoint_model": "any", "model": "tiny"}, "model: 'tiny' with an endpoint"),
-    ({"k": []}, r"k: \[\]"), ({"k": [4, 0]}, "k: "), ({"k": 2.0}, "k: 2.0"), ({"env": []}, "env: an empty list")])
+    ({"k": []}, r"k: \[\]"), ({"k": [4, 0]}, "k: "), ({"k": 2.0}, "k: 2.0"),
+    ({"env": []}, r"env: got \[\]; write the id")])
 def test_what_makes_no_sense_is_refused(toys: Path, wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         molt_gym.evaluate(**{"env": COIN} | wrong)

@@ -208,8 +208,14 @@ def test_what_cannot_be_exported_is_refused_by_name(run: Path, tiny_path: Path, 
         molt_gym.export(run, out, step=7)
     with pytest.raises(ConfigError, match="is there already"):
         molt_gym.export(run, run)
-    with pytest.raises(ConfigError, match="'double precision' is no dtype"):
-        molt_gym.export(run, out, dtype="double precision")
+    for dtype in ("double precision", "int8", torch.bfloat16):
+        with pytest.raises(ConfigError, match=f"dtype: .*{dtype}.* is none that models are exported in; write float32"):
+            molt_gym.export(run, out, dtype=dtype)
+    with pytest.raises(ConfigError, match="step: 'last' is none of a run; write its number, or 'best'"):
+        molt_gym.export(run, out, step="last")
+    with pytest.raises(ConfigError, match="step: 1 of .*step-000002, which is one checkpoint; name the run"):
+        molt_gym.export(two, out, step=1)
+    assert main(["export", str(run), "--out", str(out), "--step", "x"]) == 2
     (two / "actor" / ".metadata").write_bytes(b"")
     with pytest.raises(ConfigError, match="step-000002 is not whole"):
         molt_gym.export(run, out, step=2)
