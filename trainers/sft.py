@@ -50,7 +50,10 @@ def sft(
 ) -> TrainResult:
     """See `molt_gym.sft`."""
     given = {name: os.fspath(value) for name, value in (("model", model), ("out", out)) if value is not None}
-    given |= {"data": os.fspath(data)} if isinstance(data, str | os.PathLike) else {}
+    if isinstance(data, str | os.PathLike):
+        # The run may go on from another working directory.
+        path = Path(data).expanduser()
+        given["data"] = str(path.absolute()) if os.fspath(data) and path.exists() else os.fspath(data)
     with make_progress() as progress:
         settings = _load(config, overrides, given)
         earlier = Path(settings.out) / "config.toml" if settings.out and holds_run(settings.out) else None
@@ -61,12 +64,15 @@ def sft(
         settings = _load(config, overrides, given, earlier=earlier if resume else None)
         if (data := settings.data if data is None else data) is None:
             raise ConfigError("data: missing; write a file, the folder of a run, a dataset or a list of chat rows")
-        check_files(data)
+        for named in (data, settings.eval.data):
+            if named is not None:
+                check_files(named)
         resolved = resolve_model(settings.model, env=_TINY_ENV, seed=settings.seed, say=progress.message)
         said = settings.actor
         settings = _load(config, overrides, {**given, "model": resolved.name}, resolved.preset,
                          earlier if resume else None)
         settings = with_adapters(settings, said, resolved.path, progress.message)
+        actor_config(settings)
         training, held_out, settings = _examples(data, settings, resolved, progress)
         path = Path(settings.out) if settings.out else default_path("sft", resolved.name)
         with RunDir(path, resume=resume) as run_dir:
@@ -100,7 +106,9 @@ def _examples(
     left_out: Counter[str] = Counter()
     training, held_out = load_examples(data, config, renderer, limit, left_out), []
     if config.eval.data is not None:
-        plain = config.model_copy(update={"rollouts": type(config.rollouts)()})
+        split = config.eval.split or config.dataset.split
+        plain = config.model_copy(update={"rollouts": type(config.rollouts)(),
+                                          "dataset": config.dataset.model_copy(update={"split": split})})
         held_out = load_examples(config.eval.data, plain, renderer, limit, left_out)
     elif config.eval.share:
         count = max(1, round(config.eval.share * len(training)))

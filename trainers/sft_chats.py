@@ -70,6 +70,9 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
     unanswered: list[Any] = []
     for place, message in enumerate(messages):
         clean = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if "function_call" in clean:
+            raise ConfigError(f"messages[{place}].function_call: is the form before tool_calls; write those, and their "
+                              "results as messages of role tool")
         if isinstance(calls := clean.get("tool_calls"), list):
             calls = [_call(call, f"call{place:03}{number:02}") for number, call in enumerate(calls)]
             clean["tool_calls"] = calls

@@ -54,6 +54,8 @@ class SftEvalConfig(Section):
 
     data: Text | None = None
     """Their file or dataset."""
+    split: Text | None = None
+    """Split of eval.data, if that has a name; without it, dataset.split."""
     share: Share = 0.0
     """Share of the data that is held out, drawn by the seed, in place of eval.data."""
     every: Natural = 0
@@ -96,6 +98,8 @@ class SftConfig(Section):
             problems.append("dataset.prompt: goes with dataset.completion; write both columns or neither")
         if self.eval.data is not None and self.eval.share:
             problems.append(f"eval.share: {self.eval.share} with eval.data = {self.eval.data!r}; write one of the two")
+        if self.eval.split is not None and self.eval.data is None:
+            problems.append(f"eval.split: {self.eval.split!r} without eval.data, of which it is one; write both")
         if self.eval.every and self.eval.data is None and not self.eval.share:
             problems.append(f"eval.every: {self.eval.every}, but nothing is held out; write eval.data or eval.share")
         if problems:

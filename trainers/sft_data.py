@@ -38,7 +38,10 @@ class Example:
 
 
 def check_files(data: Data) -> None:
-    """Raise ConfigError if a file that is named is not there; a wrong name is then told before a model is fetched."""
+    """Raise ConfigError for what are no data, and for a file that is not there, before a model is fetched for them."""
+    nothing = isinstance(data, str) and not data
+    if nothing or isinstance(data, Mapping) or not isinstance(data, Iterable | os.PathLike):
+        raise ConfigError(f"data: got {data!r:.60} ({type(data).__name__}); write a file, a list of rows or a dataset")
     named = [data] if isinstance(data, str | os.PathLike) else data if isinstance(data, list | tuple) else []
     for path in (Path(item).expanduser() for item in named if isinstance(item, str | os.PathLike)):
         if path.suffix in _FILES and not path.exists():
@@ -155,10 +158,9 @@ def _records(data: Data, options: DatasetConfig) -> Iterator[tuple[str, Mapping[
     if isinstance(data, str | os.PathLike):
         yield from _named(os.fspath(data), options)
         return
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise ConfigError(f"data: got {data!r:.60} ({type(data).__name__}); write a file, a list of rows or a dataset")
     for number, item in enumerate(data):
-        if isinstance(item, str | os.PathLike):
+        # What a table of another library gives first are the names of its columns.
+        if isinstance(item, str | os.PathLike) and isinstance(data, list | tuple):
             yield from _named(os.fspath(item), options)
         else:
             yield _record(f"data[{number}]", item)
@@ -213,6 +215,9 @@ def _dataset(name: str, path: Path, options: DatasetConfig) -> Iterable[Any]:
                           "pip install 'molt-gym[data]'") from None
     try:
         if path.is_file():
+            if options.split != "train" or options.subset:
+                raise ConfigError(f"dataset.split: {options.split!r} (subset {options.subset!r}) of the file {path}, "
+                                  "which has none; leave both out")
             return datasets.Dataset.from_parquet(str(path))
         return datasets.load_dataset(name, options.subset, split=options.split)
     except (OSError, ValueError) as error:

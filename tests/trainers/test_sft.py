@@ -205,10 +205,28 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_exports_nothing(sft: Sft, t
     ({"bach_size": 2}, "bach_size .from the overrides.: unknown option; nearest: batch_size"),
     ({"actor__lr": "fast"}, r"actor.lr .from the overrides.: got 'fast' \(str\); write a number > 0"),
     ({"data": None}, "data: missing; write a file"),
+    ({"model": "no/such", "data": 3}, r"data: got 3 \(int\)"), ({"model": "no/such", "data": ""}, "data: got ''"),
+    ({"model": "no/such", "eval__data": "none.jsonl"}, "data: there is no file none.jsonl"),
+    ({"eval__split": "test"}, "eval.split: 'test' without eval.data"),
+    ({"actor__decay_share": 0.5}, "actor.decay_share: 0.5 does nothing with actor.schedule = 'cosine'"),
+    ({"actor__tp": 2}, "actor.world_size: 1 is no multiple of actor.tp"),
 ])
-def test_settings_that_make_no_sense_are_refused(sft: Sft, options: dict[str, Any], message: str) -> None:
+def test_settings_that_make_no_sense_are_refused_and_leave_no_folder(
+    sft: Sft, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         sft(**options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_from_another_working_directory_than_its_data_was_named_in(
+    sft: Sft, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    sft("chats.jsonl", steps=1, actor__schedule="constant")
+    monkeypatch.chdir(tiny_path)
+    assert sft(None, model=None, steps=2).metrics[-1]["step"] == 2
 
 
 def test_text_that_spells_control_markers_is_never_trained_as_control_ids(renderer: Renderer) -> None:

@@ -61,6 +61,11 @@ def test_rows_come_from_a_file_a_list_and_a_dataset(load: Load, renderer: Render
                  iter(rows)):
         assert load(data) == expected
     assert load([lines, lines]) == expected * 2
+    with pytest.raises(ConfigError, match="dataset.split: 'test' .* of the file .*chats.parquet, which has none"):
+        load(tmp_path / "chats.parquet", dataset__split="test")
+    table = datasets.Dataset.from_list(rows).to_pandas()
+    with pytest.raises(ConfigError, match=r"data\[0\]: got 'messages' .str.; write {'messages'"):
+        load(table)
     assert [spelled(example, renderer) for example in expected] == [["one<|im_end|>"], ["two<|im_end|>"]]
 
 
@@ -115,6 +120,8 @@ def test_tools_and_calls_may_be_spelled_as_datasets_do(load: Load) -> None:
      r"data\[1\].messages\[0\].content\[0\].type: 'image_url'; only text parts can be written"),
     ({**row(), "messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [PICTURE, PICTURE]},
      r"data\[1\].images: 2 for 1 parts of type 'image'"),
+    ({"messages": [row()["messages"][0], {"role": "assistant", "content": None, "function_call": {"name": "add"}}]},
+     r"data\[1\].messages\[1\].function_call: is the form before tool_calls; write those"),
     ({**row(), "tools": "{"}, r"data\[1\].tools: is no JSON"),
     ({**row(), "tools": [3]}, r"data\[1\].tools\[0\]: 3 is no tool schema"),
     (3, r"data\[1\]: got 3 \(int\); write {'messages'"),
@@ -139,7 +146,7 @@ def test_a_bad_line_is_refused_by_its_number_and_a_cut_one_is_dropped(load: Load
 
 @pytest.mark.parametrize(("data", "message"), [
     ("nowhere.jsonl", "data: there is no file nowhere.jsonl"), ([], "data: nothing to learn from; give some rows"),
-    (row(), "data: got {'messages'.*write a file, a list of rows"), (3, r"data: got 3 \(int\)"),
+    (row(), "data: got {'messages'.*write a file, a list of rows"), (3, r"data: got 3 \(int\)"), ("", "data: got ''"),
 ])
 def test_data_that_are_none_are_refused(load: Load, data: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
