@@ -11,7 +11,7 @@ answer in JSON.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -91,6 +91,16 @@ def join_tool_call(content: str, name: str, arguments: str) -> str:
     """The usual spelling of a reply with a tool call, for templates that know no field for it."""
     call = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n</tool_call>'
     return f"{content}\n{call}" if content else call
+
+
+INLINE_CLOSE = '"}}\n</tool_call>'
+"""What `join_tool_call` puts after arguments that end in a string."""
+
+
+def join_results(results: Iterable[Message]) -> Message:
+    """The usual spelling of the results of tools as a user message, for templates that have no role for them."""
+    spelled = (f"<tool_response>\n{result['content']}\n</tool_response>" for result in results)
+    return {"role": "user", "content": "\n".join(spelled)}
 
 
 def malformed_calls(message: Mapping[str, Any]) -> int:

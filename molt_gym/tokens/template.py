@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..images import KINDS, is_data_uri, source_of
 from ..messages import ROLES, Message, arguments_of, text_of
 from .markers import Markers, Shield, private_use
-from .parsing import END_THINK, THINK, join_reasoning, join_tool_call
+from .parsing import END_THINK, INLINE_CLOSE, THINK, join_reasoning, join_results, join_tool_call
 from .window import QUESTION
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class Style:
     thinks, opens_thinking: whether it deals with `<think>` blocks at all; whether the header of a reply opens one.
     calls: how it takes the arguments of tool calls; "inline": it drops tool calls, so they go into the content.
     call_content: the content of a message that only calls tools.
+    calls_beside, calls_several: whether it writes calls beside other content, and takes several of one reply.
     call_close: what it puts between the end of the last argument and the end of turn; None: unknown.
+    results: whether it writes the results of tools.
     image: what it writes for an image; "": it has no place for one, or the model sees nothing.
     """
 
@@ -47,7 +49,10 @@ class Style:
     opens_thinking: bool = False
     calls: Literal["mapping", "text", "inline"] = "inline"
     call_content: str | None = ""
+    calls_beside: bool = True
+    calls_several: bool = True
     call_close: str | None = None
+    results: bool = True
     image: str = ""
 
 
@@ -86,10 +91,16 @@ class ChatTemplate:
     def prepare(self, messages: Sequence[Message], shield: Shield, *, first: int = 0) -> list[Message]:
         """Messages as the template wants them, shielded. `first`: the place of the first of them, for errors.
 
+        Results of tools that it has no place for become user messages, those of one reply together.
+
         Raises:
             ValueError: an unknown role, or a part that is no text.
         """
-        return [self._message(message, shield, f"messages[{first + i}]") for i, message in enumerate(messages)]
+        talk = [self._message(message, shield, f"messages[{first + i}]") for i, message in enumerate(messages)]
+        if self.style.results:
+            return talk
+        turns = groupby(talk, lambda message: message["role"] == "tool")
+        return [each for results, run in turns for each in ([join_results(run)] if results else run)]
 
     def write(self, prepared: Sequence[Message], tools: Sequence[Any], *, header: bool) -> str:
         """The text of prepared messages; `header`: with the header of the next reply."""
@@ -119,7 +130,7 @@ class ChatTemplate:
         None where the end of the reply cannot be found. `calls`: the reply ends with a tool call.
         """
         _, found, after = self.write([*until, *new], tools, header=True).rpartition(sentinel)
-        close = self.style.call_close if calls else ""
+        close = "" if not calls else self.style.call_close if until[-1].get("tool_calls") else INLINE_CLOSE
         return after[len(close) :] if found and close is not None and after.startswith(close) else None
 
     def _message(self, message: Message, shield: Shield, where: str) -> Message:
@@ -162,7 +173,7 @@ class ChatTemplate:
         # Templates look for <think> and </think> in what a model wrote, so markers not flagged special stay.
         reply: Message = {"content": shield.text(text_of(message), special_only=True)}
         calls = message.get("tool_calls") or ()
-        if self.style.calls == "inline":
+        if self._inline(reply["content"], len(calls)):
             for call in calls:
                 name, arguments = shield.text(call["function"]["name"]), json.dumps(_mapping(call), ensure_ascii=False)
                 reply["content"] = join_tool_call(reply["content"], name, shield.text(arguments))
@@ -176,6 +187,11 @@ class ChatTemplate:
         if reply.get("tool_calls"):
             reply["content"] = reply["content"] or self.style.call_content
         return reply
+
+    def _inline(self, content: str, calls: int) -> bool:
+        style = self.style
+        beside, several = content and not style.calls_beside, calls > 1 and not style.calls_several
+        return style.calls == "inline" or bool(beside or several)
 
     def _call(self, call: Mapping[str, Any], shield: Shield) -> dict[str, Any]:
         arguments: Any = arguments_of(call)
@@ -201,9 +217,9 @@ class ChatTemplate:
 
         schema = {"name": mark, "description": mark, "parameters": {"type": "object", "properties": {}, "required": []}}
         tools = [{"type": "function", "function": schema}]
-        style = replace(style, tools=mark in self._attempt(style, ask, tools))
+        style = replace(style, tools=self._shows(mark, style, ask, tools))
         thought = {"role": "assistant", "content": "x", "reasoning_content": mark}
-        style = replace(style, reasoning=mark in self._attempt(replace(style, reasoning=True), [QUESTION, thought]))
+        style = replace(style, reasoning=self._shows(mark, replace(style, reasoning=True), [QUESTION, thought]))
         return self._probe_calls(style, mark)
 
     def _probe_calls(self, style: Style, mark: str) -> Style:
@@ -216,7 +232,13 @@ class ChatTemplate:
                 break
         close = text.rpartition(mark)[2]
         known = mark in text and bool(end[1]) and close.endswith(end[2])
-        return replace(style, call_close=close.removesuffix(end[2]) if known else None)
+        style = replace(style, call_close=close.removesuffix(end[2]) if known else None)
+        one, two = (ending_in(mark, {"tool_calls": calls}) for calls in ([call], [call, {**call, "id": "call00001"}]))
+        style = replace(style, calls_beside=self._shows(mark, style, [QUESTION, {**one, "content": "x"}]),
+                        calls_several=self._attempt(style, [QUESTION, two]) != "")
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "call00000", "content": mark}
+        return replace(style, results=self._shows(mark, style, [QUESTION, called, result]))
 
     def _probe_image(self, token: str) -> str:
         """What stands for each image of a message; nothing around it may depend on which of them it is."""
@@ -232,6 +254,11 @@ class ChatTemplate:
             return ""
         first, second = text.partition(a)[2].partition(b)[0], text.partition(b)[2].partition(c)[0]
         return first if first == second and first.count(token) == 1 else ""
+
+    def _shows(self, mark: str, style: Style, messages: Sequence[Message], tools: Sequence[Any] = ()) -> bool:
+        """Whether it writes a mark that is in what it is given, be it as an escape in JSON."""
+        text = self._attempt(style, messages, tools)
+        return mark in text or ascii(mark)[1:-1] in text
 
     def _attempt(self, style: Style, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         self.style = style

@@ -243,3 +243,49 @@ def test_where_ids_survive_encoding_an_extension_equals_the_whole_rendered(rende
         ids = ids + sampled + renderer.extend(messages, reply, new, [], sampled)
         messages = [*messages, reply, *new]
         assert ids == renderer.render(messages)
+
+
+USUAL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+RESULTS = [{"role": "tool", "tool_call_id": "call00000", "content": f"result {number}"} for number in range(2)]
+TAKE_TURNS = """{%- for m in messages -%}
+  {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif -%}
+  {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
+
+
+@pytest.mark.parametrize("template", ["dropping", "refusing"])
+def test_results_of_tools_that_the_template_has_no_place_for_are_said_by_the_user(tokenizer_of, templates, template):
+    drops = templates["chatml"].replace("in messages -%}", "in messages if message.role != 'tool' -%}")
+    renderer = Renderer(tokenizer_of(drops if template == "dropping" else TAKE_TURNS))
+    reply = {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": 1})]}
+    whole = renderer.render([OK, reply, *RESULTS])
+    assert renderer.decode(whole).endswith(
+        f"{USUAL}<|im_end|>\n<|im_start|>user\n<tool_response>\nresult 0\n</tool_response>\n"
+        "<tool_response>\nresult 1\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    prompt, sampled = renderer.render([OK]), [*ids_of(renderer, USUAL), END]
+    assert prompt + sampled + renderer.extend([OK], reply, RESULTS, [], sampled) == whole
+
+
+def test_several_calls_that_the_template_refuses_are_spelled_as_content(tokenizer_of, templates):
+    one = """{%- if message.tool_calls -%}
+      {%- if message.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif -%}
+      {{- message.tool_calls[0].function.arguments | tojson -}}
+    {%- endif -%}"""
+    template = templates["chatml"].replace("+ message.content", "-}}" + one + "{{- message.content")
+    renderer = Renderer(tokenizer_of(template))
+    calls = [call("add", {"a": 1}), call("add", {"a": 1}) | {"id": "call00001"}]
+    several = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert f"{USUAL}\n{USUAL}<|im_end|>\n" in renderer.decode(renderer.render([OK, several, *RESULTS]))
+    assert "<tool_call>" not in renderer.decode(renderer.render([OK, several | {"tool_calls": calls[:1]}, RESULTS[0]]))
+    extension = renderer.extend([OK], several, RESULTS, [], [266, END])
+    assert renderer.decode(extension) == (
+        "\n<|im_start|>tool\nresult 0<|im_end|>\n<|im_start|>tool\nresult 1<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_calls_that_the_template_drops_beside_content_are_spelled_as_content(tokenizer_of, templates):
+    alone = "(message.content or message.tool_calls[0].function.arguments | tojson)"
+    renderer = Renderer(tokenizer_of(templates["chatml"].replace("message.content", alone)))
+    both = {"role": "assistant", "content": "sure", "tool_calls": [call("add", {"a": 1})]}
+    assert f"sure\n{USUAL}<|im_end|>" in renderer.decode(renderer.render([OK, both, RESULTS[0]]))
+    assert "<tool_call>" not in renderer.decode(renderer.render([OK, both | {"content": ""}, RESULTS[0]]))
