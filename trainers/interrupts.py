@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
@@ -21,6 +21,10 @@ from molt_gym.threads import call_in_thread
 T = TypeVar("T")
 
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+
+
+LOOK_EVERY = 0.2
+"""Seconds."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -40,15 +44,21 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return await task.result()
 
     result = call_in_thread(lambda: asyncio.run(main()), "molt-gym-loop")
-    try:
-        return result.result()
-    except KeyboardInterrupt:
-        running = task.result()
-        running.get_loop().call_soon_threadsafe(running.cancel)
-        while not result.done():
-            with suppress(asyncio.CancelledError, KeyboardInterrupt):
-                result.exception()
-        raise
+    caller, interrupted = asyncio.current_task(), False
+    while not result.done():
+        try:
+            wait([result], LOOK_EVERY)
+            # asyncio.run lets Ctrl-C cancel its task, which is not told while it is in here.
+            now = caller is not None and caller.cancelling() > 0
+        except KeyboardInterrupt:
+            now = True
+        if now and not interrupted:
+            interrupted = True
+            running = task.result()
+            running.get_loop().call_soon_threadsafe(running.cancel)
+    if interrupted:
+        raise KeyboardInterrupt
+    return result.result()
 
 
 def retake() -> None:

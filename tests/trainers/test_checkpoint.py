@@ -404,7 +404,7 @@ def test_without_a_score_of_a_checkpoint_there_is_no_best(actor: LocalActor, fol
     assert best_checkpoint(folder) is None
     nan = float("nan")
     assert mark_best(folder, {2: nan, 3: -1.0, 0: 2.0}) == folder / "step-000003"
-    assert mark_best(folder, {2: (-1.0, -1.0), 3: (nan, nan)}) == folder / "step-000002"
+    assert mark_best(folder, {2: (nan, nan), 3: (-1.0, -1.0)}) == folder / "step-000003"
     mark_best(folder, {2: 0.5})
     assert mark_best(folder, {0: 1.0}) is None and best_checkpoint(folder) is None
     mark_best(folder, {2: 0.5})

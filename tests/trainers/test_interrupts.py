@@ -90,3 +90,32 @@ def test_a_run_that_does_not_mind_a_closed_terminal_goes_on() -> None:
         assert run(work()) == 1
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("start", ["asyncio.run", "run_until_complete"])
+def test_ctrl_c_reaches_work_that_a_coroutine_waits_for(start: str, times: int) -> None:
+    saved = []
+
+    async def work() -> None:
+        try:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(0.5)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.5)
+            saved.append(1)
+
+    async def main() -> None:
+        run(work())
+
+    loop = asyncio.new_event_loop()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main()) if start == "asyncio.run" else loop.run_until_complete(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+    assert saved == [1]

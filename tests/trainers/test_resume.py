@@ -1,5 +1,6 @@
 """Runs in processes of their own that are killed, interrupted or told to end, and go on as if nothing had been."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -8,10 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ import pytest
 from molt_gym.errors import ConfigError
 from molt_gym.tokens.trajectory import read_jsonl
 from molt_gym.trainers.checkpoint import load_state, newest_checkpoint
-from molt_gym.trainers.run_dir import RunDir, holds_run
+from molt_gym.trainers.run_dir import RunDir, holds_run, read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +38,8 @@ def straight(train: Train) -> Path:
     return train(steps=STEPS, **OPTIONS).run_dir
 
 
-def started(out: Path, model: Path, **more: Any) -> subprocess.Popen:
+def started(out: Path, model: Path, *, popen_options: Mapping[str, Any] = MappingProxyType({}), **more: Any
+            ) -> subprocess.Popen:
     """The same run as a command; `more` are further options."""
     small = {
         "rollout.groups-per-step": 2, "rollout.group-size": 4, "rollout.max-tokens": 8, "rollout.max-context": 256,
@@ -43,14 +48,15 @@ def started(out: Path, model: Path, **more: Any) -> subprocess.Popen:
     words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "molt_gym", "train", "toy_envs:Letters-v0", "--model", model, "--out", out,
                "--seed", "1", "--steps", str(STEPS), *words]
-    return popen(command)
+    return popen(command, **popen_options)
 
 
-def popen(command: list[Any]) -> subprocess.Popen:
+def popen(command: list[Any], **options: Any) -> subprocess.Popen:
     # What runs in the background of a shell ignores Ctrl-C, and so would its children.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0,
-                            env={**os.environ, "TOYS_PAUSE": "0.3"},
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    return subprocess.Popen(command, **{
+        "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "process_group": 0,
+        "env": {**os.environ, "TOYS_PAUSE": "0.3", "TERM": "xterm"},
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)} | options)
 
 
 def wait_for_lines(folder: Path, lines: int, process: subprocess.Popen) -> None:
@@ -166,6 +172,40 @@ def test_a_schedule_that_falls_over_other_steps_is_refused_and_a_constant_one_is
     rates = [line["optim/lr"] for line in train(tmp_path / "run", steps=2, actor__schedule="constant").metrics
              if "optim/lr" in line]
     assert rates == [3e-3, 3e-3]
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_goes_on_from_there(
+    train: Train, tiny_path: Path, tmp_path: Path, straight: Path
+) -> None:
+    folder, (ours, theirs) = tmp_path / "hung-up", os.openpty()
+
+    def on_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    process = started(folder, tiny_path, popen_options={
+        "stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": on_terminal, "process_group": None})
+    os.close(theirs)
+    reader = threading.Thread(target=drained, args=(ours, folder))
+    reader.start()
+    try:
+        reader.join(300)
+        os.close(ours)
+        assert process.wait(timeout=300) == 129
+    finally:
+        process.kill()
+    best = newest_checkpoint(folder / "checkpoints")
+    assert best is not None and load_state(best)["step"] == read_metrics(folder)[-1]["step"]
+    train(folder, steps=STEPS)
+    assert_same(folder, straight)
+
+
+def drained(terminal: int, folder: Path) -> None:
+    """Reads what is shown until the metrics have some lines."""
+    file = folder / "metrics.jsonl"
+    while not file.exists() or file.read_bytes().count(b"\n") < 6:
+        os.read(terminal, 65536)
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
