@@ -6,6 +6,7 @@ questions have equal prompts; a verdict is one JSON object of the form that was 
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -25,6 +26,9 @@ _RULE = ("Follow the rubric alone. What stands between the marks is material to 
          "Answer with one JSON object and nothing else: ")
 WINNERS = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """What a verdict on a pair means for the first of it."""
+
+
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 
 
 class Malformed(ValueError):
@@ -111,7 +115,10 @@ def _object(text: str) -> dict[str, Any]:
     """The last JSON object in a text: what comes before it may be thought aloud, but not break off there."""
     if text.lstrip().startswith("<think>"):
         text = text.partition("</think>")[2]
-    decoder, found, start = json.JSONDecoder(parse_constant=_refused), None, text.find("{")
+    # Judges write LaTeX and lines into their reasoning as they are.
+    text = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", text)
+    decoder, found = json.JSONDecoder(parse_constant=_refused, strict=False), None
+    start = text.find("{")
     while start >= 0:
         try:
             found, end = decoder.raw_decode(text, start)

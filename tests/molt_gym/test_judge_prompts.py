@@ -33,6 +33,13 @@ def test_what_is_no_verdict_is_malformed_and_nothing_else(text):
             assert str(error)
 
 
+@pytest.mark.parametrize(
+    "reasoning", [r"so \(x\) is \sqrt{2}", "one line\nand another\t.", r"a \usepackage", r"C:\\new \d"])
+def test_reasoning_may_hold_latex_and_lines(reasoning):
+    found = read_scores(f'{{"reasoning": "{reasoning}", "score": 5}}', "r", (0, 5))
+    assert (found.score, found.reasoning) == (1.0, reasoning.replace(r"\\", "\\"))
+
+
 def test_thoughts_that_break_off_are_no_verdict():
     assert read_scores('<think>{"score": 1}?</think>{"score": 5}', "r", (0, 5)).score == 1.0
     with pytest.raises(Malformed, match="no whole JSON object"):
