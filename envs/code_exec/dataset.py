@@ -46,11 +46,12 @@ def _tests(value: Any) -> _Tests | None:
             parsed = json.loads(value)
         except ValueError:
             parsed = None
-        value = parsed if isinstance(parsed, list) else [value]
+        value = parsed if isinstance(parsed, list | dict) else [value]
     items = list(value) if isinstance(value, Sequence) else []
     if items and all(isinstance(item, str) and item.strip() for item in items):
         return (), tuple(items)
     if items and all(isinstance(item, Mapping) for item in items):
-        runs = tuple(OutputTest(item.get("input") or "", item.get("output")) for item in items)
+        runs = tuple(OutputTest("" if item.get("input") is None else item["input"], item.get("output"))
+                     for item in items)
         return (runs, ()) if all(isinstance(text, str) for run in runs for text in (run.stdin, run.stdout)) else None
     return None

@@ -13,7 +13,7 @@ from .demonstrations import demonstrations
 from .fences import program_in
 from .generator import Generator
 from .grading import NO_PROGRAM, Verdict, grade
-from .tasks import Task, TaskSource
+from .tasks import Task
 
 __all__ = ["PRESETS", "Exercises"]
 
@@ -66,7 +66,7 @@ class Exercises:
             raise ConfigError(f"shown_tests: {shown_tests!r}; write an integer from 0 on")
         if shown_tests and source.get("dataset") is None:
             raise ConfigError("shown_tests: this is for a dataset; write dataset too")
-        self._source: TaskSource = make_source(
+        self._source = make_source(
             Generator, partial(task_in, shown=shown_tests), split, fields=FIELDS, optional=OPTIONAL, **source)
         self._system, self._reuse = system, reuse
         self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_chars=output_chars)

@@ -6,7 +6,8 @@ from ..thinking import without_thinking
 
 __all__ = ["program_in"]
 
-_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+_FENCE = re.compile(
+    r"([ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?)(?:<answer>[ \t]*)?(`{3,}(?=[^`]*$)|~{3,})(.*?)(?:[ \t]*</answer>)?")
 _PYTHON = re.compile(r"(?:\{\s*\.?)?(?:py|python)[0-9.]*(?![^\s:{},])", re.IGNORECASE)
 _OTHER, _NO_LANGUAGE, _NAMED_PYTHON = range(3)
 _NEAR = 3
@@ -16,11 +17,11 @@ _DEEPEST = 8
 def program_in(text: str) -> str | None:
     """The fenced Python block of a text that is closed last, or None.
 
-    A fence is a line of its own that starts with three or more backticks or tildes, indented or not, or as an item of a
-    list; the lines of a block are indented less by as much. A block counts once it is closed, by the same fence at
-    about the same indentation (another one is text of the block, as in a docstring), and if the first word behind the
-    fence is Python; where there is no such block, those without a word count, which else show an output, or how to run
-    it. An unclosed one is no answer, nor is what is thought (`without_thinking`).
+    A fence is a line of its own that starts with three or more backticks or tildes, indented or not, as an item of a
+    list, or beside the tags of an answer; the lines of a block are indented less by as much. A block counts once it is
+    closed, by the same fence at about the same indentation (another one is text of the block, as in a docstring), and
+    if the first word behind the fence is Python; where there is no such block, those without a word count, which else
+    show an output, or how to run it. An unclosed one is no answer, nor is what is thought (`without_thinking`).
     """
     program: str | None = None
     least = _NO_LANGUAGE

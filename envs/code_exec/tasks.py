@@ -1,9 +1,8 @@
 """What a task is, whatever it comes from."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
-__all__ = ["OutputTest", "Task", "TaskSource"]
+__all__ = ["OutputTest", "Task"]
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,3 @@ class Task:
     outputs: tuple[OutputTest, ...] = ()
     checks: tuple[str, ...] = ()
     entry_point: str | None = None
-
-
-class TaskSource(Protocol):
-    """Tasks by index; the same index always gives the same task."""
-
-    num_tasks: int | None
-    """How many there are; None: any index from 0 on is one."""
-
-    def task(self, index: int) -> Task:
-        """The task of an index."""
-        ...

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,24 +68,13 @@ class Geo3kAgent(ChatAgent):
         return self._env.demonstrations(count, seed)
 
 
-class _Said(NamedTuple):
-    """What a reply says, and its calls in the OpenAI form."""
-
-    text: str
-    calls: list[dict[str, Any]]
-
-
-class _Chat(Protocol):
-    """A conversation by way of an SDK."""
-
-    def ask(self) -> _Said:
-        """The reply to what was told."""
-
-    def tell(self, results: list[Message], words: str) -> None:
-        """Adds the results of calls and what the user says, "" for nothing."""
+_Said = tuple[str, list[dict[str, Any]]]
+"""What a reply says, and its calls in the OpenAI form."""
 
 
 class _OpenAI:
+    """A conversation by way of an SDK: `ask` for the reply, `tell` the results of calls and what the user says."""
+
     def __init__(self, ctx: AgentContext, messages: list[Message]) -> None:
         self._create, self._messages = ctx.openai().chat.completions.create, list[Any](messages)
         self._fixed = {"model": ctx.model} | ({"tools": ctx.tools} if ctx.tools else {})
@@ -93,7 +82,7 @@ class _OpenAI:
     def ask(self) -> _Said:
         reply = self._create(messages=self._messages, **self._fixed).choices[0].message
         self._messages.append(reply)
-        return _Said(reply.content or "", [call.model_dump() for call in reply.tool_calls or ()])
+        return reply.content or "", [call.model_dump() for call in reply.tool_calls or ()]
 
     def tell(self, results: list[Message], words: str) -> None:
         self._messages += [*results, *([{"role": "user", "content": words}] if words else [])]
@@ -116,7 +105,7 @@ class _Anthropic:
         calls = [{"id": block.id, "type": "function", "function": {
             "name": block.name, "arguments": json.dumps(block.input)}} for block in reply.content
             if block.type == "tool_use"]
-        return _Said("".join(block.text for block in reply.content if block.type == "text"), calls)
+        return "".join(block.text for block in reply.content if block.type == "text"), calls
 
     def tell(self, results: list[Message], words: str) -> None:
         blocks = [{"type": "tool_result", "tool_use_id": result["tool_call_id"], "content": result["content"]}

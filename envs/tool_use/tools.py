@@ -4,7 +4,7 @@ Invariant: a call never raises. Whatever is wrong with it is said in the text th
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .calculator import CalculatorError, calculate
@@ -46,7 +46,8 @@ def run_tool(name: str, arguments: str, table: Table) -> str:
         arguments: a JSON object, as the model wrote it.
         table: what `look_up` reads.
     """
-    parameters = next((_parameters(tool) for tool in TOOLS if tool["function"]["name"] == name), None)
+    parameters = next((tool["function"]["parameters"]["required"] for tool in TOOLS
+                       if tool["function"]["name"] == name), None)
     if parameters is None:
         return f"Error: there is no tool {name!r:.50}; call {CALCULATE} or {LOOK_UP}"
     try:
@@ -61,10 +62,6 @@ def run_tool(name: str, arguments: str, table: Table) -> str:
         return calculate(given["expression"])
     except CalculatorError as error:
         return f"Error: {error}"
-
-
-def _parameters(tool: Mapping[str, Any]) -> Sequence[str]:
-    return tool["function"]["parameters"]["required"]
 
 
 def _look_up(item: str, column: str, table: Table) -> str:

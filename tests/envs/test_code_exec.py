@@ -156,6 +156,8 @@ class TestReplies:
             ("```{.python .numberLines}\nprint(1)\n```", "print(1)"),
             ("- ```python\n  if 1:\n      x\n  ```", "if 1:\n    x"),
             ("1. ```py\n   print(1)\n   ```", "print(1)"),
+            ("<answer>```python\nprint(1)\n```</answer>", "print(1)"),
+            ("<answer>\n```python\nprint('<answer>')\n```\n</answer>", "print('<answer>')"),
             ("```python-repl\nx\n```", None),
             ("```pycon\nx\n```", None),
             ("```javascript\nx\n```", None),

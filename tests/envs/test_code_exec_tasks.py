@@ -179,7 +179,8 @@ class TestDatasets:
         assert env.step({"role": "assistant", "content": "```python\ng = lambda x: x + 1\n```"})[1] == 1.0
 
     @pytest.mark.parametrize("tests", [[], None, "", [1], ["assert f()", ""], {"a": 1}, [{"input": "x"}],
-                                       [{"input": 5, "output": "25"}], [{"input": "5", "output": 25}]])
+                                       [{"input": 5, "output": "25"}], [{"input": "5", "output": 25}],
+                                       [{"input": 0, "output": "0"}], '{"inputs": ["5"], "outputs": ["25"]}'])
     def test_a_row_without_tests_is_no_task(self, tmp_path, tests):
         path = tmp_path / "rows.jsonl"
         path.write_text(json.dumps({"prompt": "p", "tests": tests}))
