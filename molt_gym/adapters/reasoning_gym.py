@@ -21,6 +21,7 @@ TASKS = 1_000_000
 _FEWER = {"acre": 2_000, "word_ladder": 20_000}
 """Of data sets that make all tasks at once, or refuse more."""
 _COMPOSED = {"composite"}
+_TEST_SEEDS = 10**9
 
 
 class ReasoningGymEnv(ChatEnv):
@@ -36,7 +37,7 @@ class ReasoningGymEnv(ChatEnv):
         seconds: the limit on the verifier.
         longest: characters of an answer; a longer one is worth nothing.
         render_mode: None or "ansi".
-        **settings: of the data set, such as `min_terms=3`.
+        **settings: of the data set, such as `min_terms=3`; `seed` gives other tasks, to either split its own.
 
     Raises:
         ConfigError: there is no such data set, or it refuses a setting.
@@ -60,9 +61,8 @@ class ReasoningGymEnv(ChatEnv):
                 raise ConfigError(f"dataset: reasoning-gym has no {dataset!r}; `molt-gym envs` lists those that it has")
             try:
                 # Item i is drawn from seed + i alone.
-                size = _FEWER.get(dataset, TASKS)
-                self._data = create_dataset(dataset, **{"seed": 0 if split == "train" else 10**9, "size": size}
-                                            | settings)
+                seed = settings.pop("seed", 0) + _TEST_SEEDS * (split == "test")
+                self._data = create_dataset(dataset, seed=seed, **{"size": _FEWER.get(dataset, TASKS)} | settings)
             except (TypeError, ValueError, AssertionError) as error:
                 raise ConfigError(f"{dataset}: {error or 'a setting is out of range'}; got {settings}") from error
         self.num_tasks = len(self._data)

@@ -292,6 +292,8 @@ def test_what_is_no_game_is_no_parallel_env() -> None:
     with pytest.raises(ConfigError, match="Math-v0 has no seats"):
         molt_gym.parallel_env("Math-v0")
     env = molt_gym.parallel_env("TicTacToe-v0", render_mode="ansi")
+    with pytest.raises(ValueError, match="unknown reset option 'indx'"):
+        env.reset(options={"indx": 3})
     env.reset(seed=0)
     with pytest.raises(ValueError, match="there is none for 'X', whose turn it is"):
         env.step({"O": say("1")})

@@ -41,10 +41,18 @@ def test_splits_share_no_task_and_are_the_same_each_time(truth):
     assert test.step(say(f"<answer>{truth('chain_sum', 5, 10**9)}</answer>"))[1] == 1.0
 
 
+def test_splits_share_no_task_whatever_the_seed(truth):
+    train, test = (molt_gym.make("reasoning_gym/chain_sum-v0", split=split, seed=7) for split in ("train", "test"))
+    for env, seed in ((train, 7), (test, 7 + 10**9)):
+        env.reset(options={"index": 5})
+        assert env.step(say(f"<answer>{truth('chain_sum', 5, seed)}</answer>"))[1] == 1.0
+
+
 def test_settings_go_to_the_data_set_and_bad_ones_are_named():
     env = molt_gym.make("reasoning_gym/chain_sum-v0", min_terms=4, max_terms=4)
     assert env.reset(options={"index": 0})[0]["messages"][-1]["content"].count(" + ") <= 3
-    for given, words in [({"min_terms": 0}, "min_terms"), ({"colour": 1}, "colour"), ({"split": "dev"}, "split")]:
+    for given, words in [({"min_terms": 0}, "min_terms"), ({"colour": 1}, "colour"), ({"split": "dev"}, "split"),
+                         ({"seed": "7"}, "chain_sum: ")]:
         with pytest.raises(molt_gym.ConfigError, match=words):
             molt_gym.make("reasoning_gym/chain_sum-v0", **given)
 
