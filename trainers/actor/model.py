@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from molt_gym.errors import ConfigError
 
@@ -28,6 +29,8 @@ from .packing import MicroBatch
 from .parallel import Layout, tensor_parallel, tensor_plan
 from .recompute import Mode, recompute
 from .routing import Routing
+
+_OWN_ATTENTION = "model: {} computes attention in its own way, so rows cannot be packed; choose another model"
 
 
 class Told(NamedTuple):
@@ -61,8 +64,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         if not getattr(model, "_supports_attention_backend", True) or not hasattr(decoder_of(model), "layers"):
-            raise ConfigError(f"model: {type(model).__name__} computes attention in its own way, so rows cannot be "
-                              "packed; choose another model")
+            raise ConfigError(_OWN_ATTENTION.format(type(model).__name__))
         self.model, self._layout, self._critic, self._exact = model, layout, critic, exact
         self.routing, self._sees = Routing(decoder_of(model).layers), sees(model.config)
 
@@ -116,15 +118,16 @@ def load_policy(
     storage, ep = compute if frozen or lora else torch.float32, 1 if critic else layout.sizes.ep
     native = not critic and lora is None and automodel.chosen(options.backend, config, layout)
     with LOADING:
-        model = automodel.build(path, layout.shards.device_type, storage, compute, ep) if native else (
-            model_class(config).from_pretrained(path, dtype=storage,
-                                                attn_implementation=attention_of(config, ATTENTION)))
+        model = (automodel.build(path, layout.shards.device_type, storage, compute, ep) if native
+                 else _built(path, config, storage))
     if critic:
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=False)
         nn.init.zeros_(head.weight)
         model.set_output_embeddings(head)
     policy = Policy(model.eval(), layout, critic=critic, exact=options.head_dtype == "float32")
     policy.requires_grad_(not frozen)
+    if not (critic or native or sees(config)):
+        _check_head(model)
     if sees(config):
         for name in ("tp", "cp", "ep"):
             if (size := getattr(layout.sizes, name)) > 1:
@@ -158,6 +161,35 @@ def load_policy(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return policy
+
+
+def _built(path: str | Path, config: PreTrainedConfig, storage: torch.dtype) -> nn.Module:
+    """The model of a folder by transformers. Raises ConfigError if it knows no other attention than its own."""
+    attention = attention_of(config, ATTENTION)
+    try:
+        return model_class(config).from_pretrained(path, dtype=storage, attn_implementation=attention)
+    except KeyError as error:
+        # Some look their own classes up by the name of the attention.
+        if error.args != (ATTENTION,):
+            raise
+        raise ConfigError(_OWN_ATTENTION.format(", ".join(config.architectures or ()))) from error
+
+
+@torch.no_grad()
+def _check_head(model: nn.Module) -> None:
+    """Raise ConfigError if a model makes its logits of hidden states in another way than by its output embedding."""
+    decoder, head = model.base_model, model.get_output_embeddings()
+    # Large, so that what bends logits shows.
+    hidden = torch.linspace(-1e3, 1e3, 2 * head.weight.shape[1], dtype=head.weight.dtype).view(1, 2, -1)
+    decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits.float()
+    finally:
+        del decoder.forward
+    expected = head(hidden).float()
+    if not torch.allclose(found, expected, rtol=0.01, atol=0.01 * expected.abs().max().item()):
+        raise ConfigError(f"model: {type(model).__name__} makes its logits in another way than by its output embedding "
+                          "alone, which is not supported; choose another model")
 
 
 def sharded_parts(policy: nn.Module) -> list[FSDPModule]:

@@ -74,8 +74,9 @@ class Routing:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Transformers calls them so; those of nemo_automodel have a place for a replay."""
-    return hasattr(module, "router_replay") or type(module).__name__.endswith("Router")
+    """Transformers calls them so; those of nemo_automodel have a place for a replay. Both project by a weight."""
+    return hasattr(module, "weight") and (
+        hasattr(module, "router_replay") or type(module).__name__.endswith("Router"))
 
 
 def _install(router: nn.Module, replay: Replay) -> None:

@@ -66,8 +66,16 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Shape":
-        """Of a transformers configuration as a dict (`config.json`, or `to_dict()`)."""
+        """Of a transformers configuration as a dict (`config.json`, or `to_dict()`).
+
+        Raises:
+            ConfigError: it does not say what a decoder with attention is made of.
+        """
         config = config.get("text_config") or config
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+            if not config.get(name):
+                raise ConfigError(f"model: the configuration of {config.get('model_type', 'it')} has no {name}, so its "
+                                  "size is not known; choose a transformer whose config.json does")
         layers, hidden, heads = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
         experts = next((config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts")

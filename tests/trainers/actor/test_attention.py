@@ -1,6 +1,8 @@
 """Who sees whom in a packed sequence: the same for torch's own attention and for blocks of flex attention."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from molt_gym.errors import ConfigError
 from molt_gym.trainers.actor.attention import ATTENTION, BLOCK, Visible, attend, sparse
+from molt_gym.trainers.actor.fsdp_actor import ActorSpec
+from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.model import Policy
 from molt_gym.trainers.actor.packing import TrainRow, build_trie, collate
 from molt_gym.trainers.architecture import check_architecture
@@ -85,6 +89,21 @@ def test_a_model_whose_attention_is_another_one_is_refused_and_not_computed_wron
     batch = collate([build_trie([TrainRow(list(range(9)), [1] * 9, [0.0] * 9, 1.0, 1.0, 0, 0)])], torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"^model: {name}.*; choose another model"):
         Policy(model)(batch)
+
+
+@pytest.mark.parametrize(("name", "more", "words"), [
+    ("Falcon", {}, "FalconForCausalLM computes attention in its own way"),
+    ("ModernBertDecoder", {"intermediate_size": 48, "layer_types": ["full_attention"] * 2},
+     "ModernBertDecoderForCausalLM makes its logits in another way than by its output embedding alone")])
+def test_a_model_that_would_not_be_run_as_its_own_forward_does_is_refused_at_the_start(
+    spec: Callable[..., ActorSpec], tmp_path: Path, name: str, more: dict, words: str
+) -> None:
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **more)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"^model: {words}.*; choose another model"):
+        LocalActor(spec(tmp_path, rollout__max_context=32, rollout__max_tokens=16))
 
 
 def test_a_model_that_has_no_number_of_positions_is_refused() -> None:

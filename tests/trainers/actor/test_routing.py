@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     MixtralConfig,
@@ -252,3 +253,12 @@ def test_a_dense_model_has_no_routers(spec, options, words):
         LocalActor(spec(**options))
 
 
+
+
+def test_a_router_that_cannot_replay_routes_as_ever() -> None:
+    model = make(AfmoeConfig(**SMALL, head_dim=8, num_experts=EXPERTS, moe_intermediate_size=16, num_dense_layers=1,
+                             sliding_window=64, layer_types=["full_attention"] * LAYERS))
+    with torch.no_grad():
+        expected = model(Ids).logits
+        assert not Routing(model.model.layers).routers
+        assert torch.equal(model(Ids).logits, expected)

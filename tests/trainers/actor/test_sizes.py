@@ -35,6 +35,12 @@ def test_parameters_are_counted_as_the_makers_of_the_model_do(config: dict[str, 
     assert Shape.of(config).parameters() / 1e9 == pytest.approx(billions, rel=0.002)
 
 
+def test_a_model_without_attention_is_refused_by_what_its_configuration_lacks() -> None:
+    config = {"model_type": "mamba", "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24}
+    with pytest.raises(ConfigError, match="model: the configuration of mamba has no num_attention_heads"):
+        Shape.of(config)
+
+
 def test_ranks_of_tensor_and_expert_parallelism_hold_parts_of_layers_and_all_of_the_embedding() -> None:
     shape = Shape.of(QWEN3_30B)
     whole, half, eighth = shape.parameters(), shape.parameters(tp=2), shape.parameters(ep=8)
