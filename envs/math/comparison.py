@@ -7,6 +7,7 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from .intervals import as_intervals
 from .workers import equal
 
 __all__ = ["is_right", "normal", "number"]
@@ -19,7 +20,9 @@ _UNIT = r"\\(?:text|mathrm)\s*\{[A-Za-z ]+\}(?:\^\{?[23]\}?)?"
 _NO_MEANING = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|bf|rm|degree|textdollar|[bB]igg?[lr]?)(?![A-Za-z])"
     r"|(?<!\\)\\[!,;: ()\[\]]|\\?\$|(?:\^\s*\{?\s*\\circ\s*\}?|\u00b0)(?:\s*[CF](?![A-Za-z]))?"
-    rf"|\\[dt]?frac\s*\{{{_UNIT}\}}\s*\{{{_UNIT}\}}|[\u00a2\u00a3\u00a5\u200b\u20ac\u20b9]"
+    rf"|\\[dt]?frac\s*\{{{_UNIT}\}}\s*\{{{_UNIT}\}}"
+    r"|\\(?:text|mathrm)\s*\{\s*(?:rad|radians?|(?:square |sq\. |cubic )?units?)\s*\}(?:\s*\^\s*\{?[23]\}?)?"
+    r"|[\u00a2\u00a3\u00a5\u200b\u20ac\u20b9]"
 )
 _POWER_OF_UNIT = re.compile(r"(\\(?:text|mathrm)\s*\{[\s~]*(?:[a-z]{2,}|m)\s*\})\s*\^\s*\{?[23]\}?\s*$")
 _CHARACTERS = str.maketrans({
@@ -29,18 +32,19 @@ _SMALL = re.compile("([\u00bc-\u00be\u2150-\u215e])|([\u00b2\u00b3\u00b9\u2070-\
 _ROOT = re.compile(r"\u221a\s*([0-9.]+|[A-Za-z]|\([^()]*\))")
 _EXPONENT = re.compile(r"(?<=[0-9.])[eE]\+?(-?[0-9]{1,2})(?![0-9A-Za-z])")
 _SPELLED = [(re.compile(pattern), latex) for pattern, latex in (
-    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "), (r"(?<![A-Za-z\\])inf(?:ty|inity)?(?![A-Za-z])", r"\\infty "),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "), (r"(?<![A-Za-z\\])(?:inf(?:ty|inity)?|oo)(?![A-Za-z])", r"\\infty "),
     (r"(?<![A-Za-z\\])sqrt(?=\s*\{)", r"\\sqrt"), (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "), (r"\\[dtc]frac", r"\\frac"), (r"\\varnothing", r"\\emptyset"),
-    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"), (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"))]
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"), (r"\^\s*(\\frac\{[^{}]*\}\{[^{}]*\})", r"^{\1}"),
+    (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),    (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"))]
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _FACTOR = re.compile(r"(?<=[0-9])(?:\*|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))(?=[A-Za-z])")
 _CAPITAL = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])")
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s*\(?[A-Z]\b|\(?[A-Z]\s*[).:])")
-_DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[ ][0-9]{3})+)|[0-9]+)"
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[ ][0-9]{3})+)|[0-9]++)"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _VALUE = re.compile(
-    rf"""(?:(?:(?!.*\\n)[A-Za-z\\{{}}| ]+(?:_[0-9A-Za-z]|_\{{[0-9A-Za-z]+\}})?(?:\([^()=<>]*\))?\s*)?
+    rf"""(?:(?:(?!.*\\n)[A-Za-z\\{{}}|+ ]+(?:_[0-9A-Za-z]|_\{{[0-9A-Za-z]+\}}|\^\{{-1\}})?(?:\([^()=<>]*\))?\s*)?
        (?:=|\\(?:approx|sim)(?![A-Za-z]))\s*)?  (?P<sign>[-+]?)\s*
     (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{\s*(?P<top>-?{_DIGITS})\s*\}}|(?P<t>[0-9]))
         \s*(?:\{{\s*(?P<bottom>-?{_DIGITS})\s*\}}|(?P<b>[0-9]))
@@ -52,15 +56,12 @@ _VALUE = re.compile(
     (?:\s*(?P<percent>\\?%|percent\b))?  (?:\s*(?P<scale>{"|".join(_SCALES)})\b)?
     (?:(?:\s+|\b(?=[A-Za-z]{{2}})|(?=(?:[cdkmn]m|[km]g|ft|in|yd|mi|hrs?|min|sec|ms|mph|lbs?|oz|m[lL])\b))
        # Words that do something to the number, and letters that are rather variables, are no units.
-       (?![A-Za-z ./]*\b(?:is|are|or|and|no|not|minus|plus|times|less|more|than|least|most|mod|pi|sqrt|root|squared
+       (?!.*\b(?:is|are|or|and|no|not|minus|plus|times|less|more|than|least|most|mod|pi|sqrt|root|squared
                           |cubed|factorial|dozen|a(?![ ]+[a-z])|[b-fi-kn-ru-zBDEG-IMO-UX-Z])\b)
-       [A-Za-z][A-Za-z ./]*(?:\^\s*\{{?[23]\}}?)?)?""",
+       [A-Za-z](?:[A-Za-z ./]|\\cdot|\^\s*\{{?-?[1-3]\}}?)*)?""",
     re.VERBOSE,
 )
 _BASE = re.compile(r"(?<=[0-9])_([0-9]+)")
-_RELATIONS = [(re.compile(rf"\\(?:{name}|{name}q|{name}qslant)(?![A-Za-z])|{sign}=|{other}"), other)
-              for name, sign, other in (("le", "<", "\u2264"), ("ge", ">", "\u2265"))]
-_TURNED = {"<": ">", ">": "<", "\u2264": "\u2265", "\u2265": "\u2264"}
 _OPERATION = re.compile(r"(?<=[\w)}\]!%])\s*(?:[-+*/(]|\\(?:times|cdot|div)(?![A-Za-z]))")
 
 
@@ -151,7 +152,7 @@ def _plain(text: str) -> str:
         before, text = text, _WRAPPER.sub(r" \1 ", text)
         if text == before:
             break
-    text = text.strip(" \t\r\n*`").rstrip(".,;\\ \n")
+    text = re.sub(r"\s+", " ", text).strip(" *`").rstrip(".,;\\ ")
     return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
 
 
@@ -167,28 +168,12 @@ def _name(text: str) -> str:
 
 
 def _spelled_out(text: str) -> str:
-    """A text in which one plus-minus is a list of two, and inequalities joined by "or" are a union of intervals."""
+    """A text in which one plus-minus is a list of two, and inequalities in a set or joined by words are intervals."""
     text = _plain(text)
     first, either, rest = text.partition("\\pm")
     if either and "," not in text and "\\pm" not in rest:
         return f"{first}+{rest}, {first}-{rest}"
-    intervals = [_interval(part) for part in re.split(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])", text)]
-    return " \\cup ".join(intervals) if len(intervals) > 1 and all(intervals) else text
-
-
-def _interval(text: str) -> str:
-    """The interval of an inequality such as "x>2" or "1<x\\le2"; "" of another text."""
-    for relation, sign in _RELATIONS:
-        text = relation.sub(sign, text)
-    parts = [part.strip() for part in re.split("([<>\u2264\u2265])", text)]
-    if len(parts) > 1 and parts[1] in ">\u2265":
-        parts = [_TURNED.get(part, part) for part in reversed(parts)]
-    if len(parts) == 3:
-        parts = ["-\\infty", "<", *parts] if parts[0].isalpha() else [*parts, "<", "\\infty"]
-    if len(parts) != 5 or not parts[2].isalpha() or {parts[1], parts[3]} & {">", "\u2265"}:
-        return ""
-    low, above, _, below, high = parts
-    return f"{'[' if above != '<' else '('}{low}, {high}{']' if below != '<' else ')'}"
+    return as_intervals(text)
 
 
 def _same(value: tuple[Fraction, bool], right: tuple[Fraction, bool]) -> bool:
