@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from molt_gym.errors import ConfigError
 from molt_gym.judge_source import Address
 from molt_gym.messages import Message
 from molt_gym.policy import EndpointMessage
@@ -112,7 +111,7 @@ class Bench:
             loading = self._models[name] = asyncio.ensure_future(asyncio.to_thread(self._load, name, torch.float32))
         try:
             return await asyncio.shield(loading)
-        except (ConfigError, OSError) as error:
+        except Exception as error:  # whatever keeps it from being loaded would do so again
             raise WireError("invalid_request", f"judge {name!r}: {error}", code="judge_model") from error
 
     def _load(self, name: str, dtype: torch.dtype) -> Model:
@@ -123,8 +122,9 @@ class Bench:
             path = self._start
         else:
             path = resolve_model(name, env=self._config.env, say=lambda _: None).path
-        most = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
-        context, renderer = min(rollout.max_context, most), load_renderer(path, self._config)
+        positions = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
+        context = min(rollout.max_context, positions or rollout.max_context)
+        renderer = load_renderer(path, self._config)
         engine = TransformersEngine(path, renderer, dtype=dtype, max_context=context,
                                     max_sequences=rollout.max_concurrency)
         return Model(renderer, engine, context)

@@ -1,6 +1,8 @@
 """Runs whose judge is the policy itself, or what it was at the start, on the engines of the run."""
 
 import functools
+import json
+import shutil
 
 import pytest
 
@@ -111,3 +113,13 @@ def test_a_local_model_judges_outside_of_a_run(toys, tiny_path):
 def test_a_question_that_is_too_long_for_the_judge_is_its_failure(toys, tiny_path):
     with pytest.raises(EnvFailure, match="leaves no room for a reply"):
         Judge(str(tiny_path), "r").score("x", "y " * 5000)
+
+
+def test_a_judge_that_cannot_be_computed_says_why(tiny_path, tmp_path):
+    folder = shutil.copytree(tiny_path, tmp_path / "judge")
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(EnvFailure, match="mamba .*; choose a model"):
+        Judge(str(folder), "r").score("x", "y")
+    (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    with pytest.raises(EnvFailure, match=f"judge '{folder}': .*unheard-of"):
+        Judge(str(folder), "r").score("x", "z")
