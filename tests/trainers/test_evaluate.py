@@ -1,4 +1,5 @@
 import asyncio
+import math
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -6,6 +7,7 @@ from functools import partial
 from unittest.mock import Mock
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
@@ -32,8 +34,8 @@ def attempts(*rewards):
 def play(scripted):
     """Evaluates a scripted env whose tasks score `score(env)` with a policy that does not matter."""
 
-    async def run(score, episodes=6, k=1, tasks=10, chunk=8, seed=0, **options):
-        make = scripted(lambda env, message: Turn(reward=score(env), terminated=True))
+    async def run(score, episodes=6, k=1, tasks=10, chunk=8, seed=0, info=lambda env: {}, **options):
+        make = scripted(lambda env, message: Turn(reward=score(env), terminated=True, info=info(env)))
         policy = as_policy(lambda observation: "yes")
         runner = Runner("Test-v0", make, lambda ticket, attempt: PolicySeat(policy), Limits(retries=0))
         try:
@@ -89,6 +91,13 @@ async def test_as_many_tasks_are_played_as_asked_each_k_times(play):
     result = await play(lambda env: float(env.index % 2), episodes=6, k=3)
     assert (result.episodes, result.k, len(result.trajectories)) == (6, 3, 18)
     assert len({trajectory.index for trajectory in result.trajectories}) == 6
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan")])
+async def test_a_score_that_is_not_finite_fails_its_rollout_rather_than_leave_it_to_the_reward(play, value):
+    result = await play(lambda env: 1.0, info=lambda env: {"score": value if env.index % 2 else 0.0}, tasks=6)
+    assert (result.pass_at, result.failures) == ({1: 0.0}, {"reward": 3})
+    assert next(t.failure.message for t in result.trajectories if t.failure).startswith("reward: the score is")
 
 
 async def test_fewer_tasks_than_asked_end_the_evaluation(play):

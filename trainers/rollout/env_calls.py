@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from numbers import Real
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -60,6 +61,9 @@ def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool,
     info = {**info, **counted}
     validate_conversation(observation, "observation")
     told = _told(env, info)
+    if isinstance(score := info.get("score"), Real):
+        # One that is not finite is not among what is told, so that the reward would count in its place.
+        finite(score, "the score")
     if isinstance(told, GameInfo):
         rewards = {seat: finite(value, f"the reward of {seat}") for seat, value in info["rewards"].items()}
         told |= {"rewards": rewards, "results": dict(info.get("results", {}))}
