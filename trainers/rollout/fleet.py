@@ -63,7 +63,8 @@ class EngineFleet:
     an update or anything else but a request.
 
     Args:
-        restarts: starts of engines in place of others, in a run. With the next one that ends, the run does.
+        restarts: starts of engines in place of others, in a run, but for those that a lost actor leaves with half of
+            its weights. With the next one that ends, the run does.
 
     Raises:
         ConfigError: as `make` does.
@@ -252,6 +253,8 @@ class EngineFleet:
         self._members.remove(member)
         self._router.drop(member)
         self._causes.append(cause or member.ended or RunFailed("an engine ended"))
+        # An actor that is lost within an update takes all engines with it, which is no fault of theirs.
+        self._most_restarts += isinstance(cause, ActorLost)
         task = asyncio.get_running_loop().create_task(self._replace(member))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from molt_gym.errors import ConfigError, PromptTooLong, RunFailed
 from molt_gym.tokens import Generation, Sampling
+from molt_gym.trainers.actor.actor import ActorLost
 from molt_gym.trainers.rollout import router as router_module
 from molt_gym.trainers.rollout.engine import Request
 from molt_gym.trainers.rollout.fleet import EngineFleet
@@ -499,6 +500,29 @@ async def test_engines_that_were_left_with_half_of_the_weights_do_not_go_on(flee
         engine.step()
         engine.finish()
     assert (await asyncio.wait_for(reply, WAIT)).versions == [3]
+
+
+@pytest.mark.parametrize("where", ["weights", "take"])
+async def test_engines_that_a_lost_actor_leaves_with_half_of_its_weights_do_not_count(shop, where):
+    fleet = await updated(EngineFleet(shop, 3, restarts=1), 1)
+
+    def weights() -> Iterator[tuple[str, None]]:
+        yield "a", None
+        if where == "weights":
+            raise ActorLost("a rank died")
+
+    for engine in shop.made if where == "take" else ():
+        engine.troubles["take"] = ActorLost("a rank died")
+    with pytest.raises(ActorLost, match="a rank died"):
+        await updated(fleet, 2, weights())
+    await started(shop, 6)
+    await updated(fleet, 3)
+    assert fleet.take_faults()["engine_restarts"] == 3 and len(fleet.members) == 3
+    for _ in range(2):
+        fleet.members[0].die()
+        await updated(fleet, fleet.version + 1)
+    with pytest.raises(RunFailed, match="ended again after 4 restarts"):
+        await fleet.pause()
 
 
 async def test_weights_are_refused_while_the_engines_run(fleet):
