@@ -6,6 +6,7 @@ that is given up is cancelled there too; nothing of the process is left once it 
 
 import itertools
 import os
+import queue
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,11 @@ class HostProcess:
                 [sys.executable, "-m", f"{__package__}.vllm_host", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 env=environment(spec.cpu, self.scratch, spec.vision), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True)
-        self._connection.send(spec)
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._send(spec)
         self._reader = threading.Thread(target=self._read, name="molt-gym-vllm", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._write, name="molt-gym-vllm-calls", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -82,9 +86,7 @@ class HostProcess:
                 return future
             number = next(self._numbers)
             self._calls[number] = future
-            # A broken pipe is the end of the process, which the reader sees and reports.
-            with suppress(OSError):
-                self._connection.send((number, name, arguments))
+            self._send((number, name, arguments))
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         return future
 
@@ -107,8 +109,17 @@ class HostProcess:
     def _cancel(self, number: int) -> None:
         with self._lock:
             if self._calls.pop(number, None) is not None and self.ended is None:
-                with suppress(OSError):
-                    self._connection.send((number, "cancel", ()))
+                self._send((number, "cancel", ()))
+
+    def _send(self, message: Any) -> None:
+        self._outbox.put(ForkingPickler.dumps(message))
+
+    def _write(self) -> None:
+        """In a thread of its own, as a process that is frozen takes nothing, and must not hold up who asks it."""
+        # A broken pipe is the end of the process, which the reader sees and reports.
+        with suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self._connection.send_bytes(message)
 
     def _read(self) -> None:
         while True:
@@ -126,6 +137,7 @@ class HostProcess:
                     future.set_exception(RunFailed(f"the vLLM engine failed: {result}\nThe end of its log, "
                                                    f"{self.log}:\n{self._last_lines()}"))
         self._kill()
+        self._outbox.put(None)
         self._fail(RunFailed(f"the vLLM engine's process ended (exit code {self._process.wait()}); the end of its log, "
                              f"{self.log}:\n{self._last_lines()}"))
 

@@ -76,9 +76,18 @@ class HostSpec:
         return engine_workers(self.engine_args)
 
 
-def engine_workers(engine_args: Mapping[str, Any]) -> int:
-    """Processes, and GPUs if it has any, over which an engine with these arguments spreads the model."""
-    return math.prod(int(engine_args.get(name, 1)) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+def engine_workers(engine_args: Mapping[str, Any], option: str = "rollout.engine_args") -> int:
+    """Processes, and GPUs if it has any, over which an engine with these arguments spreads the model.
+
+    Raises:
+        ConfigError: one of them is no such number.
+    """
+    sizes = {name: engine_args.get(name, 1)
+             for name in ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{option}.{name}: got {size!r}; write an integer >= 1")
+    return math.prod(sizes.values())
 
 
 def engine_arguments(spec: HostSpec) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def environment(cpu: bool, scratch: Path, vision: bool = False) -> dict[str, str
 
 
 def check_engine_args(given: Mapping[str, Any], option: str = "rollout.engine") -> None:
-    """Raise ConfigError without vLLM, and for arguments that it does not know.
+    """Raise ConfigError without vLLM, for arguments that it does not know, and for numbers of processes that are none.
 
     The names are read from vLLM's source, as importing it takes many seconds. Where they cannot be found, vLLM itself
     refuses unknown ones when it starts.
@@ -145,6 +154,7 @@ def check_engine_args(given: Mapping[str, Any], option: str = "rollout.engine") 
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1, 0)[0]
             raise ConfigError(f"{option}_args.{name}: vLLM has no such argument; nearest: {nearest}")
+    engine_workers(given, f"{option}_args")
 
 
 def _fields(source: str) -> set[str]:

@@ -13,7 +13,13 @@ from molt_gym.errors import ConfigError
 from molt_gym.trainers.config import load_config
 from molt_gym.trainers.rollout import vllm_spec
 from molt_gym.trainers.rollout.vllm_engine import VllmEngine
-from molt_gym.trainers.rollout.vllm_spec import HostSpec, check_engine_args, engine_arguments, environment
+from molt_gym.trainers.rollout.vllm_spec import (
+    HostSpec,
+    check_engine_args,
+    engine_arguments,
+    engine_workers,
+    environment,
+)
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -33,6 +39,14 @@ def test_without_vllm_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rollout.engine: 'vllm'.*pip install 'molt-gym\[vllm\]'"):
         check_engine_args({})
+
+
+def test_the_processes_of_an_engine_are_counted_and_a_size_that_is_none_is_refused():
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "prefill_context_parallel_size": 2}
+    assert engine_workers({}) == 1 and engine_workers(sizes | {"enforce_eager": True}) == 12
+    for wrong in ("two", None, 0, 2.0, True):
+        with pytest.raises(ConfigError, match="rollout.engine_args.pipeline_parallel_size: got .*; write an integer"):
+            engine_workers({"pipeline_parallel_size": wrong})
 
 
 def test_where_vllms_source_is_not_found_vllm_itself_must_refuse(monkeypatch, tmp_path):
