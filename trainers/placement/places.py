@@ -82,9 +82,17 @@ def _problem(found: Plan, parts: Parts, nodes: Sequence[Mapping[str, float]]) ->
         there = sum(node.get(name, 0) for node in nodes)
         if amount > there:
             return f"{_arithmetic(found, parts, name)} = {amount:g} {name}; the cluster has {there:g}"
-    for bundle in found.bundles:
-        if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
-            return f"no node has {' and '.join(f'{amount:g} {name}' for name, amount in bundle.items())} for one part"
+    # A colocated engine over several GPUs needs them on one node.
+    whole = [{name: parts.workers * amount for name, amount in found.bundles[places[0]].items()}
+             for places in found.engines if len(places) > 1]
+    for needed in (found.bundles, whole):
+        for bundle in needed:
+            count, size = needed.count(bundle), " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            room = sum(min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes)
+            if not room:
+                return f"no node has {size} for one part"
+            if room < count:
+                return f"{count} parts need {size} on a node each; the nodes have room for {room} of them"
     return None
 
 

@@ -71,11 +71,17 @@ class RayCluster:
             share = SHARE if self.plan.layout == "colocate" else self.parts.workers
             return self._options(bundles[0], share), None
         # Ray gives nobody shares of several GPUs, so that one actor a GPU holds its share, and the engine the CPU.
+        for holder in self._holders.pop(number, ()):
+            # Of an engine that has ended, in whose place this one is.
+            ray.kill(holder)
         holders = [ray.remote(_Holder).options(**self._options(bundle, SHARE) | {"num_cpus": 0}).remote()
                    for bundle in bundles]
-        devices = ray.get([holder.devices.remote() for holder in holders], timeout=START_TIMEOUT)
         self._holders[number] = holders
-        return self._options(bundles[0], 0), ",".join(device for some in devices for device in some)
+        found = ray.get([holder.devices.remote() for holder in holders], timeout=START_TIMEOUT)
+        if len({node for node, _ in found}) > 1:
+            raise ConfigError(f"ray.layout: 'colocate' gives an engine of {len(bundles)} GPUs places on several nodes; "
+                              "write 'disaggregate', or use nodes whose free GPUs are a multiple of these")
+        return self._options(bundles[0], 0), ",".join(device for _, devices in found for device in devices)
 
     def runner_options(self) -> list[dict[str, Any]]:
         """Options of each runner's Ray actor."""
@@ -103,8 +109,8 @@ class RayCluster:
 class _Holder:
     """Holds an engine's share of a GPU."""
 
-    def devices(self) -> list[str]:
-        return [str(device) for device in ray.get_gpu_ids()]
+    def devices(self) -> tuple[str, list[str]]:
+        return ray.get_runtime_context().get_node_id(), [str(device) for device in ray.get_gpu_ids()]
 
 
 def _connect(address: str | None) -> None:

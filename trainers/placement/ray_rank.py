@@ -74,11 +74,11 @@ class Rank:
     def fetch(self, sources: Sequence[ray.ObjectRef]) -> list[bool]:
         """Take rows over, for the next `train`; tells which of them are lost."""
         missing = [source for source in dict.fromkeys(sources) if source not in self._rows]
-        if missing:
-            ray.wait(missing, num_returns=len(missing), timeout=FETCH_TIMEOUT)
+        here = ray.wait(missing, num_returns=len(missing), timeout=FETCH_TIMEOUT)[0] if missing else []
         for source in missing:
             try:
-                self._rows[source] = ray.get(source, timeout=0.1)
+                # Also what is here takes a while on a machine that is busy.
+                self._rows[source] = ray.get(source, timeout=FETCH_TIMEOUT if source in here else 0)
             except (ObjectLostError, GetTimeoutError):
                 self._rows[source] = None
         return [self._rows[source] is None for source in sources]

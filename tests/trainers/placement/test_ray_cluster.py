@@ -56,6 +56,14 @@ def test_an_engine_that_is_larger_than_any_node_is_refused():
         choose(parts(workers=4, device="GPU"), "disaggregate", [{"GPU": 2, "CPU": 8}] * 8)
 
 
+def test_what_fits_into_the_cluster_but_not_into_its_nodes_is_refused():
+    with pytest.raises(ConfigError, match="3 parts need 2 GPU and 1 CPU on a node each; the nodes have room for 2"):
+        choose(parts(ranks=0, engines=3, workers=2, device="GPU"), "disaggregate", [{"GPU": 3, "CPU": 8}] * 2)
+    with pytest.raises(ConfigError, match="2 parts need 2 GPU and 4 CPU on a node each; the nodes have room for 1"):
+        choose(parts(ranks=4, workers=2, device="GPU"), "colocate", [{"GPU": 3, "CPU": 8}, {"GPU": 1, "CPU": 8}])
+    assert choose(parts(ranks=4, workers=2, device="GPU"), "colocate", [{"GPU": 2, "CPU": 8}] * 2)
+
+
 def test_without_ranks_there_is_no_place_for_them():
     assert choose(parts(ranks=0, engines=1), "auto", [{"CPU": 2}]).bundles == [{"CPU": 1}] * 2
     with pytest.raises(ConfigError, match="disaggregate: 1 rollout.engines × 1 [+] 1 rollout.runners × 1 = 2 CPU"):
@@ -100,26 +108,47 @@ def test_a_cluster_that_runs_is_joined_and_left_running(placed):
 
 GPUS_BY_NAME_ALONE = """
 import ray
+from ray.cluster_utils import Cluster
+from molt_gym.errors import ConfigError
 from molt_gym.trainers.config import load_config
+from molt_gym.trainers.placement import ray_cluster
 from molt_gym.trainers.placement.ray_cluster import RayCluster
 
 class Part:
     def where(self):
         return ray.get_gpu_ids()
 
-ray.init(num_cpus=5, num_gpus=2, include_dashboard=False, log_to_driver=False)
-cluster = RayCluster(load_config("X-v0", overrides={
-    "placement": "ray", "rollout.engine": "vllm", "rollout.engine_args.tensor_parallel_size": 2,
-    "ray.layout": "colocate"}), 2)
+def placed(ranks, engines):
+    return RayCluster(load_config("X-v0", overrides={
+        "placement": "ray", "rollout.engine": "vllm", "rollout.engine_args.tensor_parallel_size": 2,
+        "rollout.engines": engines, "actor.world_size": ranks, "ray.layout": "colocate"}), ranks)
+
+ray_cluster.START_TIMEOUT = 30
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": 9, "num_gpus": 3, "include_dashboard": False})
+made.add_node(num_cpus=9, num_gpus=3)
+ray.init(made.address, log_to_driver=False)
+cluster = placed(2, 1)
 chosen, devices = cluster.engine_options(0)
 options = [chosen, *cluster.rank_options(), *cluster.runner_options()]
 parts = [ray.remote(Part).options(**each).remote() for each in options]
 print(devices, ray.get([part.where.remote() for part in parts], timeout=60))
+ray.kill(parts[0])
+print("again", cluster.engine_options(0)[1])
+for part in parts[1:]:
+    ray.kill(part)
+cluster.close()
+cluster = placed(4, 2)
+print("of one node", cluster.engine_options(0)[1])
+try:
+    print("of two", cluster.engine_options(1)[1])
+except ConfigError as error:
+    print(error)
 """
 
 
 @pytest.mark.slow
-def test_an_engine_over_the_gpus_of_two_ranks_leaves_both_their_places(tmp_path):
+def test_an_engine_over_the_gpus_of_two_ranks_leaves_both_their_places_to_one_after_it_too_and_has_them_on_one_node(
+        tmp_path):
     pytest.importorskip("ray")
     script = tmp_path / "places.py"
     script.write_text(GPUS_BY_NAME_ALONE)
@@ -127,4 +156,6 @@ def test_an_engine_over_the_gpus_of_two_ranks_leaves_both_their_places(tmp_path)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run([sys.executable, script], env=os.environ | {"RAY_TMPDIR": folder}, capture_output=True,
                               text=True, timeout=300)
-    assert done.stdout.split("\n")[0] == "0,1 [[], [0], [1], []]", done.stderr[-2000:]
+    *fine, refused = done.stdout.splitlines() or [""]
+    assert fine == ["0,1 [[], [0], [1], []]", "again 0,1", "of one node 0,1"], done.stderr[-2000:]
+    assert refused.startswith("ray.layout: 'colocate' gives an engine of 2 GPUs places on several nodes; write")
