@@ -107,7 +107,7 @@ class EndpointPolicy:
         """
         more: dict[str, Any] = ({"tools": tools} if tools else {}) | ({} if seed is None else {"seed": seed})
         async with self._turn:
-            completion = await self._client.chat.completions.create(messages=messages, **self._options, **more)
+            completion = await self._asked(messages=messages, **more)
         # What is no JSON, such as a page of a proxy, comes as text.
         told = {} if isinstance(completion, str) else completion.to_dict(warnings=False)
         choice = (told.get("choices") or [{}])[0]
@@ -118,9 +118,30 @@ class EndpointPolicy:
         message.cut = choice.get("finish_reason") == "length"
         return message
 
+    async def _asked(self, **request: Any) -> Any:
+        from openai import BadRequestError
+
+        while True:
+            options = self._options
+            try:
+                return await self._client.chat.completions.create(**options, **request)
+            except BadRequestError as error:
+                spelled = _respelled(options, error.param) if error.code == "unsupported_parameter" else None
+                if spelled is None:
+                    raise
+                self._options = spelled
+
     async def aclose(self) -> None:
         """Close its connections."""
         await self._client.close()
+
+
+def _respelled(options: dict[str, Any], unsupported: str | None) -> dict[str, Any] | None:
+    """Options that say the same without a parameter that a model, such as OpenAI's reasoning ones, has not got."""
+    rest = {name: value for name, value in options.items() if name != unsupported}
+    if unsupported == "max_tokens" and unsupported in options:
+        return {**rest, "max_completion_tokens": options["max_tokens"]}
+    return rest if unsupported in ("temperature", "top_p") and options.get(unsupported) == 1 else None
 
 
 def _answered(message: dict[str, Any]) -> Message:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from aiohttp import web
+from openai import BadRequestError
 
 from molt_gym import Policy, as_policy
 from molt_gym.policy import EndpointPolicy
@@ -142,18 +143,20 @@ def test_what_cannot_answer_is_refused(thing, complaint):
 
 
 @pytest.fixture
-async def endpoint():
+async def endpoint(request):
     """A policy whose endpoint answers with what is in `answers`, in their order."""
+    options = getattr(request, "param", {})
     answers = []
 
     async def answer(request):
         told = answers.pop(0)
-        return web.Response(text=told) if isinstance(told, str) else web.json_response(told)
+        told = told(await request.json()) if callable(told) else told
+        return told if isinstance(told, web.Response) else web.json_response(told)
 
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    policy = EndpointPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "any", retries=0)
+    policy = EndpointPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "any", retries=0, **options)
     yield policy, answers
     await policy.aclose()
     await runner.cleanup()
@@ -174,7 +177,8 @@ async def test_a_call_of_an_endpoint_is_read_in_all_its_spellings(endpoint, told
 
 
 @pytest.mark.parametrize(("told", "words"), [
-    ({"error": {"message": "overloaded"}}, "overloaded"), ({"choices": []}, "choices"), ("<html>", "<html>"),
+    ({"error": {"message": "overloaded"}}, "overloaded"), ({"choices": []}, "choices"),
+    (lambda asked: web.Response(text="<html>"), "<html>"),
     ({"choices": [{"message": None, "finish_reason": "stop"}]}, "None"),
     ({"choices": [{"message": {"role": "assistant", "content": ""}, "finish_reason": "error"}]}, "error"),
     ({"choices": [{"message": {"role": "assistant", "content": "ha"}, "finish_reason": "abort"}]}, "abort")])
@@ -191,3 +195,28 @@ async def test_reasoning_of_an_endpoint_is_text_or_none(endpoint):
         answers.append({"choices": [{"message": {"role": "assistant", "content": "a", **told}}]})
     replies = [await policy.reply(MESSAGES, []) for _ in range(3)]
     assert [reply.get("reasoning_content") for reply in replies] == ["hm", "hm", None]
+
+
+def reasoning_model(asked):
+    for name in ("max_tokens", "top_p"):
+        if name in asked:
+            error = {"message": f"no {name}", "param": name, "code": "unsupported_parameter"}
+            return web.json_response({"error": error}, status=400)
+    said = f"{asked['max_completion_tokens']} {asked['temperature']}"
+    return {"choices": [{"message": {"role": "assistant", "content": said}}]}
+
+
+async def test_a_parameter_that_a_model_has_not_got_is_spelled_otherwise(endpoint):
+    policy, answers = endpoint
+    answers += [reasoning_model] * 9
+    replies = [*await asyncio.gather(*(policy.reply(MESSAGES, []) for _ in range(2))), await policy.reply(MESSAGES, [])]
+    assert [reply["content"] for reply in replies] == ["512 1.0"] * 3 and len(answers) >= 2
+
+
+@pytest.mark.parametrize("endpoint", [{"top_p": 0.5}], indirect=True)
+async def test_a_parameter_that_a_model_has_not_got_and_that_matters_is_an_error(endpoint):
+    policy, answers = endpoint
+    answers += [reasoning_model] * 9
+    with pytest.raises(BadRequestError, match="no top_p"):
+        await policy.reply(MESSAGES, [])
+    assert len(answers) == 7
