@@ -68,6 +68,8 @@ class CommandAgent(ChatAgent):
         self.command = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
         if not self.command:
             raise ValueError(f"command: {command!r}; write the name of a program, or a list that begins with it")
+        if unset := [name for name, value in (env or {}).items() if value is None]:
+            raise ValueError(f"env: {unset[0]!r} is None; write its text, or leave it out")
         self.env = {name: str(value) for name, value in (env or {}).items()}
         self.cwd, self._tasks = cwd, tasks
         self.num_tasks = None if tasks is None else len(tasks)
@@ -110,8 +112,8 @@ class CommandAgent(ChatAgent):
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if isinstance(value, dict) and "reward" in value and value.keys() <= _FIELDS:
-            return Result(**value)
+        if isinstance(value, dict) and value.get("reward") is not None and value.keys() <= _FIELDS:
+            return Result(**{name: item for name, item in value.items() if item is not None})
         if isinstance(value, int | float):
             return Result(value)
         raise ProgramFailed(f"{self}: the last line that it printed is {line!r:.200}; print a number, or a JSON object "

@@ -60,6 +60,7 @@ async def test_a_script_with_curl_speaks_anthropics_wire(play):
         ("noise\n-1.5e0\n\n", Result(-1.5)),
         ("true", Result(1.0)),
         ('{"reward": 1, "truncated": true}', Result(1.0, truncated=True)),
+        ('{"reward": 1, "score": null, "info": null, "truncated": null}', Result(1.0)),
         ('{"reward": 0, "info": {"text": "\u2028\x85"}}', Result(0.0, info={"text": "\u2028\x85"})),
     ],
 )
@@ -68,7 +69,8 @@ async def test_the_last_line_is_the_result(play, printed, result):
 
 
 @pytest.mark.parametrize(
-    "printed", ["", "done", '"1"', "[1]", "null", "{}", '{"score": 1}', '{"reward": 1, "rewards": 2}', "{" * 5000])
+    "printed", ["", "done", '"1"', "[1]", "null", "{}", '{"score": 1}', '{"reward": null}',
+                '{"reward": 1, "rewards": 2}', "{" * 5000])
 async def test_what_is_no_result_is_a_failure_of_the_agent(play, printed):
     failure = await failure_of(play, shell(f"echo >&2 complaint; printf '%s' '{printed}'"))
     assert failure.reason == "agent" and "the last line that it printed is" in failure.detail
@@ -225,5 +227,10 @@ def test_a_line_is_split_like_a_shells():
     assert CommandAgent("a", tasks=[1, 2, 3]).num_tasks == 3 and CommandAgent("a").num_tasks is None
     with pytest.raises(ValueError, match="command: ''"):
         CommandAgent("")
+
+
+def test_a_variable_without_a_value_is_refused():
+    with pytest.raises(ValueError, match="env: 'B' is None; write its text"):
+        CommandAgent("a", env={"A": 1, "B": None})
 
 
