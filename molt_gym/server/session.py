@@ -51,7 +51,7 @@ class Session:
     Args:
         key: the secret that requests of this session carry.
         url: of the server.
-        max_turns: replies that the session may get; a request for more sets `over`.
+        max_turns: replies that the session may get; a request for more is refused, and sets `over`.
         timeout: seconds for one answer.
         closed: called when it is closed.
         remember: whether it keeps what was answered, so that retries get it; without, they join what is under way.
@@ -65,13 +65,16 @@ class Session:
     """Why the last request was not answered, if the reason lies with the engine."""
     over: asyncio.Event
     """Set when more than `max_turns` replies were asked for."""
+    spent: asyncio.Event
+    """Set when, besides, none of those is under way any more."""
 
     def __init__(
         self, key: str, url: str, respondent: Respondent, *, max_turns: int | None = None,
         timeout: float | None = None, closed: Callable[["Session"], None] = lambda _: None, remember: bool = True,
     ) -> None:
         self.key, self.url, self.respondent = key, url, respondent
-        self.turns, self.overflowed, self.failure, self.over = 0, False, None, asyncio.Event()
+        self.turns, self.overflowed, self.failure = 0, False, None
+        self.over, self.spent = asyncio.Event(), asyncio.Event()
         self._max_turns, self._timeout, self._when_closed = max_turns, timeout, closed
         self._open, self._remember = True, remember
         self._asked = 0
@@ -158,6 +161,7 @@ class Session:
                             "them", code="too_many_requests", retry=True)
         if self._max_turns is not None and self._asked + call.n > self._max_turns:
             self.over.set()
+            self._check_spent()
             raise WireError("closed", f"this rollout may have {self._max_turns} replies, and has had them",
                             code="turn_limit")
         self._asked += call.n
@@ -181,6 +185,7 @@ class Session:
 
     def _ended(self, turn: _Turn, n: int) -> None:
         self._running.discard(turn.task)
+        self._check_spent()
         failed = turn.task.cancelled() or turn.task.exception() is not None
         if failed and self._remember:
             self._asked -= n
@@ -192,6 +197,10 @@ class Session:
                 del self._by_body[turn.body]
             if self._by_key.get(turn.idempotency_key or "") is turn:
                 del self._by_key[turn.idempotency_key or ""]
+
+    def _check_spent(self) -> None:
+        if self.over.is_set() and not self._running:
+            self.spent.set()
 
     def _explained(self, error: Exception, *, late: bool = False) -> WireError:
         if isinstance(error, WireError):

@@ -87,22 +87,22 @@ async def outcome(run: AgentRun, session: Session) -> Result:
         EnvFailure: from the agent, or, with the reason "timeout", because its own deadline passed.
     """
     ended = asyncio.wrap_future(run.future)
-    over = asyncio.ensure_future(session.over.wait())
+    spent = asyncio.ensure_future(session.spent.wait())
     try:
-        await asyncio.wait([ended, over], timeout=run.context.remaining(), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done() and not over.done():
+        await asyncio.wait([ended, spent], timeout=run.context.remaining(), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done() and not spent.done():
             raise deadline_passed()
         if not ended.done():
             await asyncio.wait([ended], timeout=END_TIMEOUT)
         return ended.result() if ended.done() else run.so_far(truncated=True)
     finally:
-        over.cancel()
+        spent.cancel()
         # Otherwise what becomes of the run is an exception that nobody retrieves.
         ended.cancel()
         run.cancel()
 
 
 def state_of(session: Session) -> tuple[bool, bool, str, str]:
-    """What a run in another process reads of its session: over, overflowed, and kind and text of its failure."""
-    failure = session.failure
-    return session.over.is_set(), session.overflowed, type(failure).__name__ if failure else "", str(failure or "")
+    """What a run in another process reads of its session: spent, limited, and kind and text of its failure."""
+    failure, limited = session.failure, session.overflowed or session.over.is_set()
+    return session.spent.is_set(), limited, type(failure).__name__ if failure else "", str(failure or "")

@@ -8,6 +8,7 @@ from molt_gym import AgentEnv, EnvFailure, Result, as_policy
 from molt_gym.errors import ConfigError
 from molt_gym.server.server import LoopbackServer
 from molt_gym.tokens import Sampling
+from molt_gym.trainers.rollout import agent_episode
 from molt_gym.trainers.rollout.agent_episode import AgentServer
 from molt_gym.trainers.rollout.gate import OpenGate
 from molt_gym.trainers.rollout.runner import Limits, Runner
@@ -154,6 +155,21 @@ async def test_an_agent_may_end_by_itself_when_its_turns_are_used_up(policy_runn
     trajectory = await play(policy_runner(maker(run, max_turns=2)))
     assert (trajectory.turns, trajectory.truncated, trajectory.reward) == (2, True, 0.75)
     assert trajectory.info == {"status": 410}
+
+
+async def test_replies_that_are_under_way_when_one_more_is_refused_still_come(policy_runner, monkeypatch):
+    async def run(ctx):
+        await asyncio.gather(*(ask(ctx, [{"role": "user", "content": str(i)}]) for i in range(3)),
+                             return_exceptions=True)
+        return 1.0
+
+    async def policy(observation):
+        await asyncio.sleep(1.0)
+        return "yes"
+
+    monkeypatch.setattr(agent_episode, "END_TIMEOUT", 0.3)
+    trajectory = await play(policy_runner(maker(run, max_turns=2), policy))
+    assert (trajectory.turns, trajectory.truncated, trajectory.reward) == (2, True, 1.0)
 
 
 async def test_an_agent_whose_conversation_outgrows_the_context_is_truncated(token_runner):
