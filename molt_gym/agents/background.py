@@ -7,6 +7,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,29 +46,12 @@ class Background:
         self.loop.call_soon_threadsafe(session.close)
 
 
-class Question:
-    """One reply that is wanted."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    @property
-    def open(self) -> bool:
-        """Whether somebody still waits for the reply."""
-        return not self.reply.done()
-
-    def answer(self, reply: Reply) -> None:
-        """Replies, from any thread; in vain if nobody waits any more."""
-        self.reply.get_loop().call_soon_threadsafe(self._answer, reply)
-
-    def _answer(self, reply: Reply) -> None:
-        if self.open:
-            self.reply.set_result(reply)
+Question = tuple[Call, "Future[Reply]"]
+"""What is asked, and the reply that is wanted; done without one if nobody waits for it any more."""
 
 
 class QueueRespondent:
-    """Puts what is asked into a queue, one question for each reply."""
+    """Puts what is asked into a queue, one question for each reply; any thread may answer."""
 
     def __init__(self, put: Callable[[Question], None]) -> None:
         self._put = put
@@ -75,10 +59,10 @@ class QueueRespondent:
     async def answer(self, call: Call) -> list[Reply]:
         """See `Respondent`."""
         ignored = call.options.without_tokens()
-        questions = [Question(call) for _ in range(call.n)]
-        for question in questions:
-            self._put(question)
-        replies = await asyncio.gather(*(question.reply for question in questions))
+        wanted: list[Future[Reply]] = [Future() for _ in range(call.n)]
+        for reply in wanted:
+            self._put((call, reply))
+        replies = await asyncio.gather(*map(asyncio.wrap_future, wanted))
         return [replace(reply, ignored=ignored) for reply in replies]
 
     async def count(self, call: Call) -> int:

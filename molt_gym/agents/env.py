@@ -8,6 +8,8 @@ deadline of the run.
 import copy
 import queue
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -182,7 +184,7 @@ class _Episode:
     def __init__(self, launch: Callable[[AgentSession], AgentRun]) -> None:
         inbox: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._inbox = inbox
-        self._question: Question | None = None
+        self._wanted: Future[Reply] | None = None
         self._session = background().open(QueueRespondent(inbox.put))
         self.run = launch(self._session)
         self.run.future.add_done_callback(lambda _: inbox.put(None))
@@ -190,14 +192,16 @@ class _Episode:
     def next(self) -> Call | None:
         """The next request, None at the end of the run; raises queue.Empty at the deadline."""
         while not self.run.future.done():
-            self._question = self._inbox.get(timeout=self.run.context.remaining())
-            if self._question is not None and self._question.open:
-                return None if self.run.future.done() else self._question.call
+            question = self._inbox.get(timeout=self.run.context.remaining())
+            if question is not None and not question[1].done() and not self.run.future.done():
+                call, self._wanted = question
+                return call
         return None
 
     def answer(self, reply: Reply) -> None:
         """Answers the last request; in vain if its sender has gone."""
-        self._question.answer(reply)
+        with suppress(InvalidStateError):
+            self._wanted.set_result(reply)
 
     def stop(self) -> None:
         """Ends the run; does not wait."""

@@ -13,7 +13,8 @@ import msgspec
 from ..messages import Message, text_of
 from .anthropic_messages_request import INVALID_JSON, NO_THREADS, input_of, parse_request
 from .errors import Kind, WireError
-from .exchange import Completion, Event, Memory, Parsed
+from .exchange import Completion, Event, Parsed
+from .memory import WireMemory
 from .replies import pieces
 
 ERROR_TYPES: dict[Kind, str] = {
@@ -58,11 +59,9 @@ class AnthropicMessages:
     of tools `strict`, `input_examples`, `defer_loading`, `allowed_callers`; unknown fields.
     """
 
-    def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> Parsed:
-        """See `Wire.parse`."""
-        return parse_request(fields, memory)
+    parse = staticmethod(parse_request)
 
-    def reply(self, parsed: Parsed, completion: Completion, memory: Memory) -> dict[str, Any]:
+    def reply(self, parsed: Parsed, completion: Completion, memory: WireMemory) -> dict[str, Any]:
         """A message. `input_tokens` leaves out those of `cache_read_input_tokens`; their sum is the prompt.
 
         A reply without tool calls always has a text block, be it an empty one.
@@ -86,7 +85,7 @@ class AnthropicMessages:
             },
         }
 
-    def events(self, parsed: Parsed, completion: Completion, memory: Memory) -> Iterator[Event]:
+    def events(self, parsed: Parsed, completion: Completion, memory: WireMemory) -> Iterator[Event]:
         """The events of a message, in the order of the API."""
         message = self.reply(parsed, completion, memory)
         usage = {**message["usage"], "output_tokens": 0, "output_tokens_details": None}
@@ -114,7 +113,7 @@ class AnthropicMessages:
         """One event of the name error."""
         yield "error", self.error(error)
 
-    def parse_count(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> Parsed:
+    def parse_count(self, fields: Mapping[str, msgspec.Raw], memory: WireMemory) -> Parsed:
         """As `parse`, for a body of `count_tokens`: `max_tokens` may be missing, the last message the assistant's."""
         return parse_request(fields, memory, counting=True)
 

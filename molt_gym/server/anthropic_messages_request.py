@@ -16,8 +16,9 @@ import msgspec
 from ..messages import Message, arguments_of, text_of
 from . import parts
 from .errors import WireError, invalid, unsupported
-from .exchange import Call, Memory, Options, Parsed
+from .exchange import Call, Options, Parsed
 from .fields import Count, Field, Filled, Temperature, TopP, field, is_plain, messages_of, read, refuse, spoken
+from .memory import WireMemory
 
 INVALID_JSON = "INVALID_JSON"
 """Key of an `input` that holds the text of arguments which are no JSON object, as in Anthropic's documentation."""
@@ -50,7 +51,7 @@ class _Request(msgspec.Struct):
     stream: bool = False
 
 
-def parse_request(fields: Mapping[str, msgspec.Raw], memory: Memory, *, counting: bool = False) -> Parsed:
+def parse_request(fields: Mapping[str, msgspec.Raw], memory: WireMemory, *, counting: bool = False) -> Parsed:
     """The request that the top-level fields of a body spell.
 
     Args:
@@ -93,7 +94,7 @@ def _tool(tool: Field) -> dict[str, Any]:
     return parts.function_of(tool, "input_schema")
 
 
-def _system(system: Field, memory: Memory) -> list[Message]:
+def _system(system: Field, memory: WireMemory) -> list[Message]:
     texts = (_BILLING_HEADER.sub("", block.get("text", str)) for _, block in _blocks(system, "text"))
     # Not the raw field: a nonce in it would be kept with every request.
     return spoken(memory, "system", text) if (text := "".join(texts)) else []

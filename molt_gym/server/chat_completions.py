@@ -21,8 +21,9 @@ import msgspec
 from ..messages import Message, text_of
 from . import parts
 from .errors import WireError
-from .exchange import Call, Completion, Event, Memory, Options, Parsed, Reply, Token
+from .exchange import Call, Completion, Event, Options, Parsed, Reply, Token
 from .fields import Count, Field, Filled, Temperature, TopP, messages_of, read, refuse
+from .memory import WireMemory
 from .replies import openai_error, openai_logprob, pieces
 
 _FREE = "the run decides how is sampled, leave it out"
@@ -36,7 +37,11 @@ _NEUTRAL: dict[str, Any] = {
     "echo": False, "documents": [], "truncate_prompt_tokens": None, "prompt_logprobs": None, "stop_token_ids": [],
     "include_stop_str_in_output": False, "allowed_token_ids": None, "bad_words": [], "thinking_token_budget": None,
     "use_beam_search": False, "length_penalty": 1, "repetition_detection": None, "guided_json": None,
-    "guided_regex": None, "guided_choice": None, "guided_grammar": None,
+    "guided_regex": None, "guided_choice": None, "guided_grammar": None, "skip_special_tokens": True,
+    "return_token_ids": False, "return_tokens_as_token_ids": False, "logits_processors": None,
+    # of SGLang, llama.cpp and others
+    "regex": None, "ebnf": None, "grammar": None, "json_schema": None, "repeat_penalty": 1, "typical_p": 1,
+    "mirostat": 0,
 }
 REFUSED = {name: (value, _FREE) for name, value in _NEUTRAL.items()} | {
     "response_format": ({"type": "text"}, parts.FORMAT), "functions": ([], _OLD), "function_call": (None, _OLD)}
@@ -76,7 +81,7 @@ class ParsedChat(Parsed):
 class ChatCompletions:
     """See `molt_gym.server.exchange.Wire`."""
 
-    def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> ParsedChat:
+    def parse(self, fields: Mapping[str, msgspec.Raw], memory: WireMemory) -> ParsedChat:
         """See `Wire.parse`."""
         refuse(fields, REFUSED)
         asked = read(fields, _Request)
@@ -91,7 +96,7 @@ class ChatCompletions:
         call = Call(messages_of(fields, memory, _message), tools, options, asked.n, asked.model)
         return ParsedChat(call, asked.stream, bool(asked.stream_options.include_usage))
 
-    def reply(self, parsed: ParsedChat, completion: Completion, memory: Memory) -> dict[str, Any]:
+    def reply(self, parsed: ParsedChat, completion: Completion, memory: WireMemory) -> dict[str, Any]:
         """See `Wire.reply`."""
         choices = [
             {"index": index, "message": _reply_message(reply), "logprobs": _logprobs(reply.tokens),
@@ -99,7 +104,7 @@ class ChatCompletions:
             for index, reply in enumerate(completion.replies)]
         return _head("chat.completion", parsed, completion) | {"choices": choices, "usage": _usage(completion.replies)}
 
-    def events(self, parsed: ParsedChat, completion: Completion, memory: Memory) -> Iterator[Event]:
+    def events(self, parsed: ParsedChat, completion: Completion, memory: WireMemory) -> Iterator[Event]:
         """See `Wire.events`. The choices follow each other; log-probabilities come with the finish reason."""
         head = _head("chat.completion.chunk", parsed, completion)
         no_usage = {"usage": None} if parsed.include_usage else {}
@@ -113,9 +118,7 @@ class ChatCompletions:
             yield None, head | {"choices": [], "usage": _usage(completion.replies)}
         yield None, "[DONE]"
 
-    def error(self, error: WireError) -> dict[str, Any]:
-        """See `Wire.error`."""
-        return openai_error(error)
+    error = staticmethod(openai_error)
 
     def error_events(self, error: WireError) -> Iterator[Event]:
         """See `Wire.error_events`."""

@@ -4,14 +4,15 @@ Invariants: the messages of a call are in the OpenAI chat form and valid; a repl
 recorded; nothing here knows of HTTP.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ..messages import InternedTools, Message
+from ..messages import Message
 from .errors import WireError, unsupported
+from .memory import WireMemory
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -122,24 +123,6 @@ class Respondent(Protocol):
         ...
 
 
-class Memory(Protocol):
-    """What a session remembers for a wire."""
-
-    responses: dict[str, list[Message]]
-    """Conversations, reply included, by response id, for `previous_response_id`."""
-
-    def intern(self, raw: bytes, make: Callable[[Any], Iterable[Message]]) -> list[Message]:
-        """The messages that `make(decoded raw)` gives; made once for equal bytes, so that history costs a look-up.
-
-        What `make` raises is handed on and nothing is kept. The messages are read-only.
-        """
-        ...
-
-    def intern_tools(self, raw: bytes, make: Callable[[Any], Iterable[dict[str, Any]]]) -> InternedTools:
-        """The same for a list of tools."""
-        ...
-
-
 @dataclass(frozen=True)
 class Parsed:
     """A request that was understood. A wire may derive its own class with more fields."""
@@ -155,7 +138,7 @@ Event = tuple[str | None, Any]
 class Wire(Protocol):
     """One API, in pure functions."""
 
-    def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> Parsed:
+    def parse(self, fields: Mapping[str, msgspec.Raw], memory: WireMemory) -> Parsed:
         """Understands a body, given by its top-level fields. Unknown fields are accepted.
 
         Raises:
@@ -163,11 +146,11 @@ class Wire(Protocol):
         """
         ...
 
-    def reply(self, parsed: Any, completion: Completion, memory: Memory) -> dict[str, Any]:
+    def reply(self, parsed: Any, completion: Completion, memory: WireMemory) -> dict[str, Any]:
         """The JSON body of the answer."""
         ...
 
-    def events(self, parsed: Any, completion: Completion, memory: Memory) -> Iterator[Event]:
+    def events(self, parsed: Any, completion: Completion, memory: WireMemory) -> Iterator[Event]:
         """The same answer as a stream, from the first event to the last."""
         ...
 

@@ -14,8 +14,8 @@ import msgspec
 
 from ..messages import Message
 from .errors import WireError, invalid, unsupported
-from .exchange import Memory
 from .json import decode, encode
+from .memory import WireMemory
 
 T = TypeVar("T")
 Fields = Mapping[str, msgspec.Raw]
@@ -143,7 +143,7 @@ def items_of(fields: Fields, name: str) -> str | list[msgspec.Raw]:
 
 
 def interned(
-    name: str, items: Iterable[msgspec.Raw], memory: Memory, make: Callable[[Field], list[Message]]
+    name: str, items: Iterable[msgspec.Raw], memory: WireMemory, make: Callable[[Field], list[Message]]
 ) -> list[list[Message]]:
     """What each item of a list gives; made once for equal ones."""
     found: list[list[Message]] = []
@@ -159,7 +159,7 @@ def interned(
     return found
 
 
-def messages_of(fields: Fields, memory: Memory, make: Callable[[Field], list[Message]]) -> list[Message]:
+def messages_of(fields: Fields, memory: WireMemory, make: Callable[[Field], list[Message]]) -> list[Message]:
     """The chat messages that the field `messages` spells, at least one."""
     items = items_of(fields, "messages")
     if not items or isinstance(items, str):
@@ -167,6 +167,6 @@ def messages_of(fields: Fields, memory: Memory, make: Callable[[Field], list[Mes
     return list(chain.from_iterable(interned("messages", items, memory, make)))
 
 
-def spoken(memory: Memory, role: str, text: str) -> list[Message]:
+def spoken(memory: WireMemory, role: str, text: str) -> list[Message]:
     """A message that is no item of a list."""
     return memory.intern(encode({"role": role, "content": text}), lambda message: [message])

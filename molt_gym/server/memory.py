@@ -10,9 +10,10 @@ __all__ = ["WireMemory"]
 
 
 class WireMemory:
-    """See `molt_gym.server.exchange.Memory`. It lives as long as its session, and holds each distinct message once."""
+    """It lives as long as its session, and holds each distinct message once."""
 
     responses: dict[str, list[Message]]
+    """Conversations, reply included, by response id, for `previous_response_id`."""
 
     def __init__(self) -> None:
         self.responses = {}
@@ -20,14 +21,17 @@ class WireMemory:
         self._tools: dict[bytes, InternedTools] = {}
 
     def intern(self, raw: bytes, make: Callable[[Any], Iterable[Message]]) -> list[Message]:
-        """See `Memory.intern`."""
+        """The messages that `make(decoded raw)` gives; made once for equal bytes, so that history costs a look-up.
+
+        What `make` raises is handed on and nothing is kept. The messages are read-only.
+        """
         known = self._messages.get(raw)
         if known is None:
             known = self._messages[raw] = [InternedMessage(message) for message in make(decode(raw))]
         return known
 
     def intern_tools(self, raw: bytes, make: Callable[[Any], Iterable[dict[str, Any]]]) -> InternedTools:
-        """See `Memory.intern_tools`."""
+        """The same for a list of tools."""
         known = self._tools.get(raw)
         if known is None:
             known = self._tools[raw] = InternedTools(make(decode(raw)))

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..messages import Message
 from .errors import WireError, invalid
-from .exchange import Memory
 from .fields import MAX_DEPTH, Field, Fields, is_plain
+from .memory import WireMemory
 
 FORMAT = "nothing constrains decoding, ask for the format in a message"
 """Why a format of the reply is refused."""
@@ -70,7 +70,7 @@ def function_of(function: Field, parameters: str = "parameters") -> dict[str, An
 
 
 def offered_tools(
-    fields: Fields, memory: Memory, make: Callable[[Field], dict[str, Any]], choice: Field, forcing: Container[Any],
+    fields: Fields, memory: WireMemory, make: Callable[[Field], dict[str, Any]], choice: Field, forcing: Container[Any],
     limit: Field | None,
 ) -> list[dict[str, Any]]:
     """The tools that may be called.

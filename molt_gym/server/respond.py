@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from ..errors import PromptTooLong
@@ -20,14 +20,13 @@ from ..policy import EndpointMessage, Policy
 from ..spaces import AssistantMessageSpace
 from ..tokens import Generation, Prompt, Renderer, Sampling, TokenGraph
 from ..tokens.parsing import malformed_calls
-from .errors import WireError, aborted, unsupported
+from .errors import WireError, aborted
 from .exchange import Call, Options, Reply, Token
 
 T = TypeVar("T")
 Generate = Callable[[list[int], Sampling, int, tuple[ImageSpan, ...]], Awaitable[Generation]]
 """From prompt ids, how to sample, the number of the sample in its session, and the prompt's images, to the sample."""
 
-_KNOWN_SAMPLINGS = 64
 _ONE_TOKEN = 1e-6
 """The `top_p` that leaves the most probable token alone, which is what 0 asks for."""
 INLINE_TEXT = 4000
@@ -79,7 +78,6 @@ class TokenRespondent:
         self.tool_calls = self.malformed_calls = self.tools_offered = 0
         self._renderer, self._generate, self._rules, self._threads = renderer, generate, rules, threads
         self._asked = 0
-        self._samplings: dict[tuple[Options, int], tuple[Sampling, tuple[str, ...]]] = {}
 
     async def answer(self, call: Call) -> list[Reply]:
         """See `Respondent.answer`."""
@@ -116,31 +114,9 @@ class TokenRespondent:
                              f"{self._rules.max_context} (rollout.max_context)")
 
     def _sampling(self, call: Call, room: int) -> tuple[Sampling, tuple[str, ...]]:
-        run, asked = self._rules.sampling, call.options
-        if asked.max_tokens is not None and asked.max_tokens < 1:
-            raise unsupported("max_tokens", f"{asked.max_tokens}; a reply has at least 1 token")
-        key = replace(asked, seed=None) if asked.seed is not None else asked, min(room, run.max_tokens)
-        if key not in self._samplings:
-            if len(self._samplings) >= _KNOWN_SAMPLINGS:
-                self._samplings.clear()
-            self._samplings[key] = self._chosen(*key)
-        return self._samplings[key]
-
-    def _chosen(self, asked: Options, room: int) -> tuple[Sampling, tuple[str, ...]]:
         run = self._rules.sampling
-        chosen: dict[str, Any] = {}
-        ignored = []
-        for name in ("temperature", "top_p", "top_k"):
-            value, own = getattr(asked, name), getattr(run, name)
-            value = _ONE_TOKEN if name == "top_p" and value == 0 else value
-            if value is not None and value != own:
-                chosen |= {name: value} if self._rules.free else {}
-                ignored += [] if self._rules.free else [name]
-        limit = asked.max_tokens if asked.max_tokens is not None else run.max_tokens
-        if asked.max_tokens is not None and asked.max_tokens > run.max_tokens:
-            ignored.append("max_tokens")
-        chosen["max_tokens"] = min(limit, room)
-        return replace(run, stop=run.stop + asked.stop, **chosen), tuple(ignored)
+        asked = replace(call.options, seed=None) if call.options.seed is not None else call.options
+        return _chosen(run, asked, min(room, run.max_tokens), self._rules.free)
 
     def _seeded(self, sampling: Sampling, call: Call, first: int, sample: int) -> Sampling:
         seed = self._rules.seed(first + sample, call.options.seed, sample)
@@ -197,6 +173,23 @@ class TokenRespondent:
                 text = self._renderer.decode([i, i])[len(text) :]
             tokens.append(Token(text, None if "\ufffd" in text else text.encode("utf-8", "surrogatepass"), logprob))
         return tokens
+
+
+@lru_cache(256)
+def _chosen(run: Sampling, asked: Options, room: int, free: bool) -> tuple[Sampling, tuple[str, ...]]:
+    """How to sample, but for the seed, and the names of what was asked for in vain; `free` as in `Rules`."""
+    chosen: dict[str, Any] = {}
+    ignored = []
+    for name in ("temperature", "top_p", "top_k"):
+        value = getattr(asked, name)
+        value = _ONE_TOKEN if name == "top_p" and value == 0 else value
+        if value is not None and value != getattr(run, name):
+            chosen |= {name: value} if free else {}
+            ignored += [] if free else [name]
+    limit = asked.max_tokens if asked.max_tokens is not None else run.max_tokens
+    if limit > run.max_tokens:
+        ignored.append("max_tokens")
+    return replace(run, stop=run.stop + asked.stop, max_tokens=min(limit, room), **chosen), tuple(ignored)
 
 
 class PolicyRespondent:

@@ -24,9 +24,10 @@ import msgspec
 from ..messages import InternedMessage, Message
 from . import parts
 from .errors import WireError
-from .exchange import Call, Completion, Event, Memory, Options, Parsed
+from .exchange import Call, Completion, Event, Options, Parsed
 from .fields import Count, Field, Fields, Temperature, TopP, items_of, read, refuse, spoken
 from .fields import field as field_of
+from .memory import WireMemory
 from .replies import openai_error, pieces
 from .responses_items import read_items, write_items
 
@@ -83,7 +84,7 @@ class ParsedResponse(Parsed):
 class Responses:
     """`POST /v1/responses`; see `Wire`."""
 
-    def parse(self, fields: Mapping[str, msgspec.Raw], memory: Memory) -> ParsedResponse:
+    def parse(self, fields: Mapping[str, msgspec.Raw], memory: WireMemory) -> ParsedResponse:
         """See `Wire.parse`."""
         refuse(fields, REFUSED)
         asked = read(fields, _Request)
@@ -99,7 +100,7 @@ class Responses:
         call = Call([*system, *conversation], tools, options, model=asked.model)
         return ParsedResponse(call, asked.stream, conversation, _echo(asked, field_of(fields, "tools").value or []))
 
-    def reply(self, parsed: ParsedResponse, completion: Completion, memory: Memory) -> dict[str, Any]:
+    def reply(self, parsed: ParsedResponse, completion: Completion, memory: WireMemory) -> dict[str, Any]:
         """See `Wire.reply`. The conversation can be continued from then on."""
         reply = completion.replies[0]
         cut = reply.finish_reason == "length"
@@ -123,7 +124,7 @@ class Responses:
             **parsed.echo,
         }
 
-    def events(self, parsed: ParsedResponse, completion: Completion, memory: Memory) -> Iterator[Event]:
+    def events(self, parsed: ParsedResponse, completion: Completion, memory: WireMemory) -> Iterator[Event]:
         """See `Wire.events`. The conversation can be continued from the first event on."""
         response = self.reply(parsed, completion, memory)
         numbers = count()
@@ -139,9 +140,7 @@ class Responses:
                 yield event(kind, data)
         yield event(f"response.{response['status']}", {"response": response})
 
-    def error(self, error: WireError) -> dict[str, Any]:
-        """See `Wire.error`."""
-        return openai_error(error)
+    error = staticmethod(openai_error)
 
     def error_events(self, error: WireError) -> Iterator[Event]:
         """See `Wire.error_events`.
@@ -162,7 +161,7 @@ def _check_nested(asked: _Request) -> None:
         raise Field("prompt_cache_options.prewarm", True).unsupported("a request samples a reply, leave it out")
 
 
-def _conversation(fields: Fields, previous: str | None, memory: Memory) -> list[Message]:
+def _conversation(fields: Fields, previous: str | None, memory: WireMemory) -> list[Message]:
     """What went before, and what is new."""
     if previous is not None and previous not in memory.responses:
         raise WireError("not_found", f"previous_response_id: {show(previous)} is no response of this session; send its "

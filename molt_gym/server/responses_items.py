@@ -14,8 +14,9 @@ import msgspec
 from ..messages import Message
 from . import parts
 from .errors import WireError
-from .exchange import Memory, Token
+from .exchange import Token
 from .fields import Field, interned
+from .memory import WireMemory
 from .replies import openai_logprob
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -49,7 +50,7 @@ def write_items(key: str, message: Message, *, tokens: Sequence[Token] | None = 
     return items
 
 
-def read_items(items: Sequence[msgspec.Raw], memory: Memory) -> list[Message]:
+def read_items(items: Sequence[msgspec.Raw], memory: WireMemory) -> list[Message]:
     """The messages that input items spell.
 
     Reasoning, text and calls in a row are one assistant message, until one of them cannot belong to it: text after
@@ -102,7 +103,7 @@ class _Turn:
         else:
             self.merged[kind] = f"{self.merged[kind]}\n\n{value}" if kind in self.merged else value
 
-    def message(self, memory: Memory) -> Message:
+    def message(self, memory: WireMemory) -> Message:
         # No item begins with a blank, so that no item is taken for the items of a turn.
         key = b" [%b]" % b",".join(self.data)
         return memory.intern(key, lambda _: [{"role": "assistant", "content": "", **self.merged}])[0]
@@ -123,12 +124,12 @@ def _owner(item: Field) -> str | None:
     return item_id.split("_")[1] if isinstance(item_id, str) and "_" in item_id else None
 
 
-def _reply(item: Field, memory: Memory) -> Message:
+def _reply(item: Field, memory: WireMemory) -> Message:
     """The reply of this session that an item's id names; {} if it names none."""
     return memory.responses.get(f"resp_{_owner(item)}", [{}])[-1]
 
 
-def _read(item: Field, memory: Memory) -> list[Message]:
+def _read(item: Field, memory: WireMemory) -> list[Message]:
     """The message that an item is, or the piece of an assistant's; neither for reasoning that nobody here can read."""
     value = item.expect(dict, "an item such as {'role': 'user', 'content': '...'}")
     kind = value.get("type")
@@ -181,7 +182,7 @@ def _texts(item: Field, name: str) -> list[str]:
     return [part.get("text", str) for part in item[name].each()] if item.value.get(name) is not None else []
 
 
-def _referenced(item: Field, memory: Memory) -> Field:
+def _referenced(item: Field, memory: WireMemory) -> Field:
     item_id, reply = item.get("id", str), _reply(item, memory)
     for known in write_items(_owner(item) or "", reply, tokens=()) if reply else ():
         if known["id"] == item_id:

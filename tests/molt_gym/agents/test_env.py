@@ -480,7 +480,7 @@ def test_a_run_can_be_launched_on_another_server_with_the_same_effect(adding, sa
         run = env.unwrapped.launch(session, index=info["task_index"], seed=9, max_turns=4)
         while not questions:
             time.sleep(0.01)
-        assert questions[0].call.messages == observation["messages"] and run.context.max_turns == 4
+        assert questions[0][0].messages == observation["messages"] and run.context.max_turns == 4
         run.cancel()
         background().close(session)
         assert run.join(5)

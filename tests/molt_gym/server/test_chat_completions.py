@@ -194,7 +194,8 @@ def test_what_has_no_effect_is_accepted():
         user="u", metadata={"a": "b"}, store=True, service_tier="auto", reasoning_effort="high", verbosity="low",
         prompt_cache_key="k", safety_identifier="s", prediction={"type": "content", "content": ""}, made_up=[{}],
         frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1.0, logit_bias={}, top_logprobs=0, min_p=0,
-        stop_token_ids=[], bad_words=[], use_beam_search=False, length_penalty=1.0, documents=None,
+        stop_token_ids=[], bad_words=[], skip_special_tokens=True, return_token_ids=False,
+        repeat_penalty=1.0, grammar=None, use_beam_search=False, length_penalty=1.0, documents=None,
         response_format={"type": "text"}, modalities=["text"], audio=None, functions=[], chat_template_kwargs={},
     )  # fmt: skip
 
@@ -312,6 +313,12 @@ UNSUPPORTED = [
     ({"bad_words": ["a"]}, "bad_words"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"guided_choice": ["yes", "no"]}, "guided_choice"),
+    ({"grammar": 'root ::= "yes"'}, "grammar"),
+    ({"regex": "yes|no"}, "regex"),
+    ({"json_schema": {"type": "object"}}, "json_schema"),
+    ({"repeat_penalty": 1.1}, "repeat_penalty"),
+    ({"return_token_ids": True}, "return_token_ids"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
     ({"logit_bias": {"50256": -100}}, "logit_bias"),
     ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
