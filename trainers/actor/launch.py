@@ -245,8 +245,12 @@ def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -
             for _ in result if name == "weights" else ():
                 pass
             pipe.send(None)
+        except (ConfigError, OSError):
+            pipe.send(traceback.format_exc())
         except Exception:  # noqa: BLE001  the first rank reports it
             pipe.send(traceback.format_exc())
+            # The others may wait for this one, which they do not once it is gone.
+            return
 
 
 def _end_with_parent() -> None:

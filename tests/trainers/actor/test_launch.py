@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from molt_gym.errors import ConfigError
+from molt_gym.errors import ConfigError, RunFailed
 from molt_gym.trainers.actor.actor import ActorLost
+from molt_gym.trainers.actor.dealing import balance
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
 from molt_gym.trainers.actor.packing import TrainRow
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.slow
 Rows = Callable[..., list[TrainRow]]
 Build = Callable[..., ActorSpec]
 Weights = Callable[..., dict[str, Tensor]]
+VOCAB = 24
 TWO_RANKS = {"actor__world_size": 2, "actor__micro_batch_tokens": 40, "actor__lr": 0.05}
 
 
@@ -180,6 +182,22 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds(
     finally:
         actor.close()
     assert not ranks_of(actor)
+
+
+def test_a_rank_that_alone_cannot_go_on_ends_the_call_within_seconds_and_says_why(
+    pair: LocalActor, spec: Build, random_rows: Rows
+) -> None:
+    pair.close()
+    actor = LocalActor(spec(**TWO_RANKS))
+    try:
+        rows = random_rows(2, 3)
+        balance(rows, 2)[1][0].ids[0] = VOCAB
+        started = time.monotonic()
+        with pytest.raises(RunFailed, match=r"rank 1 of 2 failed: Traceback[^$]*IndexError: index out of range"):
+            actor.train([rows])
+        assert time.monotonic() < started + 30
+    finally:
+        actor.close()
 
 
 PARENT = """
