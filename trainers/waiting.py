@@ -12,6 +12,8 @@ async def finished(
 ) -> T:
     """What becomes of `work`; if this is cancelled, however often, `work` is done all the same before this ends.
 
+    There is no limit to that: a step takes as long as it takes, and what it waits for has deadlines of its own.
+
     Args:
         interrupted: called when this is cancelled, to make `work` short.
         say: told what `work` raised then.
