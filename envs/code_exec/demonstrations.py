@@ -12,6 +12,7 @@ from molt_gym.sandbox import Execution, Limits
 
 from .generator import Generator, PrintTask, value_of
 from .grading import NO_PROGRAM, judge_output
+from .tasks import Task
 
 __all__ = ["demonstrations"]
 
@@ -19,13 +20,13 @@ _RIGHT, _WRONG, _SECOND_TRY = 0.3, 0.4, 0.15
 
 
 def demonstrations(
-    generator: Generator, opening: Callable[[str], list[Message]], count: int, seed: int
+    generator: Generator, opening: Callable[[Task], list[Message]], count: int, seed: int
 ) -> list[list[Message]]:
     """Conversations about tasks of a generator.
 
     Args:
         generator: makes the tasks.
-        opening: makes the first messages of a prompt.
+        opening: makes the first messages of a task.
         count: how many.
         seed: fixes them.
 
@@ -41,7 +42,7 @@ def demonstrations(
         draw = rng.random()
         expression = task.right if draw < _RIGHT else task.wrong if draw < _RIGHT + _WRONG else None
         reply, feedback = _answer(task, expression) if expression else _junk(task, rng)
-        conversation = [*opening(task.prompt), _says("assistant", reply)]
+        conversation = [*opening(task), _says("assistant", reply)]
         if feedback and rng.random() < _SECOND_TRY / (1 - _RIGHT):
             second = task.right if rng.random() < 0.5 else task.wrong
             conversation += [_says("user", feedback), _says("assistant", fenced(f"print({second})"))]

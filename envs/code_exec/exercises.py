@@ -87,7 +87,8 @@ class Exercises:
 
     def opening(self, task: Task) -> list[Message]:
         """The instruction, if there is one, and the prompt of the task."""
-        return self._opening(task.prompt)
+        user = {"role": "user", "content": task.prompt}
+        return [{"role": "system", "content": self._system}, user] if self._system else [user]
 
     def assess(self, task: Task, text: str) -> Verdict:
         """Runs the program of a reply. Threads may call it at the same time.
@@ -108,12 +109,8 @@ class Exercises:
         """
         if not isinstance(self._source, Generator):
             raise ValueError("demonstrations: there are none for a dataset")
-        return demonstrations(self._source, self._opening, count, seed)
+        return demonstrations(self._source, self.opening, count, seed)
 
     def cancel(self) -> None:
         """Ends what is running."""
         self._sandbox.cancel()
-
-    def _opening(self, prompt: str) -> list[Message]:
-        user = {"role": "user", "content": prompt}
-        return [{"role": "system", "content": self._system}, user] if self._system else [user]

@@ -45,22 +45,19 @@ def run_once(sandbox: Sandbox, code: str, *, stdin: str, limits: Limits) -> Exec
             return future.result(_PATIENCE)
         except (EnvFailure, TimeoutError):
             return sandbox.run(code, stdin=stdin, limits=limits)
+    kept = False
     try:
         result = sandbox.run(code, stdin=stdin, limits=limits)
+        kept = result.exit_code in range(129) and len(result.stdout) + len(result.stderr) <= _LONGEST
+        future.set_result(result)
+        return result
     except BaseException:
-        _forget(key, future)
         future.set_exception(EnvFailure("sandbox", "the run that was shared failed"))
         raise
-    if result.exit_code is None or result.exit_code > 128 or len(result.stdout) + len(result.stderr) > _LONGEST:
-        _forget(key, future)
-    future.set_result(result)
-    return result
-
-
-def _forget(key: tuple, future: "Future[Execution]") -> None:
-    with _lock:
-        if _results.get(key) is future:
-            del _results[key]
+    finally:
+        with _lock:
+            if not kept and _results.get(key) is future:
+                del _results[key]
 
 
 def _start_anew() -> None:

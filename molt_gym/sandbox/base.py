@@ -14,9 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from math import ceil
 from pathlib import Path
 
-from ..errors import EnvFailure
+from ..errors import ConfigError, EnvFailure
 from .output import Capture, read_until
 
 __all__ = ["Execution", "Launch", "Limits", "Sandbox"]
@@ -43,6 +44,9 @@ class Limits:
         error_chars: likewise of stderr.
         disk_mb: the writable folder, in MiB; also the size of a file.
         open_files: file descriptors of each process.
+
+    Raises:
+        ConfigError: one is no positive number, or too large, or too little memory for Python.
     """
 
     seconds: float = 2.0
@@ -58,9 +62,9 @@ class Limits:
             value = getattr(self, item.name)
             kind, name = (int | float, "number") if item.name == "seconds" else (int, "integer")
             if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 2**31:
-                raise ValueError(f"{item.name}: {value!r}; write a positive {name} below 2**31")
+                raise ConfigError(f"{item.name}: {value!r}; write a positive {name} below 2**31")
         if self.memory_mb < 64:
-            raise ValueError(f"memory_mb: {self.memory_mb}; write at least 64, Python itself takes about 40")
+            raise ConfigError(f"memory_mb: {self.memory_mb}; write at least 64, Python itself takes about 40")
 
 
 @dataclass(frozen=True)
@@ -88,16 +92,16 @@ class Launch:
 
     Args:
         command: up to the Python executable, which is its last item.
-        rlimits: what the first process sets for itself before it runs the program, by the names after `RLIMIT_`.
         uid: the user that the first process becomes; 0: it stays who it is.
+        processes: how many that user may have; None: any number.
         fds: file descriptors that `command` reads.
         environment: added to what every program gets.
         cwd: the working directory to start in; None where `command` sees to it.
     """
 
     command: list[str]
-    rlimits: dict[str, int]
     uid: int = 0
+    processes: int | None = None
     fds: tuple[int, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     cwd: str | None = None
@@ -190,8 +194,10 @@ class Sandbox(ABC):
             handed.callback(os.close, write_ready)
             source = memory_file(handed, code.encode("utf-8", "surrogatepass"))
             launch = self._launch(stack, limits)
-            rlimits = ",".join(f"{name}={value}" for name, value in launch.rlimits.items())
-            arguments = [str(source), str(write_ready), str(launch.uid), rlimits, *map(str, fds)]
+            rlimits = {"CORE": 0, "CPU": ceil(limits.seconds) + 1, "FSIZE": limits.disk_mb << 20,
+                       "NOFILE": limits.open_files, "NPROC": launch.processes, "AS": limits.memory_mb << 20}
+            told = ",".join(f"{name}={value}" for name, value in rlimits.items() if value is not None)
+            arguments = [str(source), str(write_ready), str(launch.uid), told, *map(str, fds)]
             process = subprocess.Popen(
                 [*launch.command, *_PYTHON_FLAGS, "-c", _BOOT, *arguments],
                 stdin=memory_file(handed, stdin.encode("utf-8", "surrogatepass")) if stdin else subprocess.DEVNULL,

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import ExitStack, suppress
-from math import ceil
 from pathlib import Path
 
 from ..errors import EnvFailure
@@ -27,7 +26,6 @@ from .seccomp import filter_program
 
 __all__ = ["Bubblewrap", "check_bubblewrap"]
 
-_MB = 1 << 20
 _working: set[str] = set()
 _NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--hostname", "sandbox",
                "--unshare-cgroup-try")
@@ -53,18 +51,12 @@ class Bubblewrap(Sandbox):
             rights = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
             rights = ["--unshare-user", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
-        folder = ["--perms", "1777", "--size", str(limits.disk_mb * _MB), "--tmpfs", "/tmp"]
+        folder = ["--perms", "1777", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"]
         command = [self._program, *_NAMESPACES, "--die-with-parent", "--new-session", *rights, *mounts, *folder]
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(refused), python]
-        rlimits = {
-            "CORE": 0,
-            "CPU": ceil(limits.seconds) + 1,
-            "FSIZE": limits.disk_mb * _MB,
-            "NOFILE": limits.open_files,
-            "NPROC": limits.processes + (0 if self._as_root else 1),
-            "AS": limits.memory_mb * _MB,
-        }
-        return Launch(command, rlimits, uid=secrets.randbelow(2**30) + 2**30 if self._as_root else 0, fds=(refused,))
+        if self._as_root:
+            return Launch(command, secrets.randbelow(2**30) + 2**30, limits.processes, (refused,))
+        return Launch(command, processes=limits.processes + 1, fds=(refused,))
 
     def _kill(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
         # The kernel ends a process namespace with its first process, the child of bubblewrap. That one dies with its

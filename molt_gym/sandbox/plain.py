@@ -15,13 +15,11 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, suppress
-from math import ceil
 
 from .base import Launch, Limits, Sandbox
 
 __all__ = ["PlainProcess"]
 
-_MB = 1 << 20
 _TAG = "MOLT_GYM_JOB"
 _ROUNDS = 20
 
@@ -34,15 +32,8 @@ class PlainProcess(Sandbox):
         stack.callback(_remove, room)
         folder = os.path.join(room, "tmp")
         os.mkdir(folder)
-        rlimits = {
-            "CORE": 0,
-            "CPU": ceil(limits.seconds) + 1,
-            "FSIZE": limits.disk_mb * _MB,
-            "NOFILE": limits.open_files,
-            "AS": limits.memory_mb * _MB,
-        }
         environment = {"HOME": folder, _TAG: secrets.token_hex(16)}
-        return Launch([os.path.realpath(sys.executable)], rlimits, environment=environment, cwd=folder)
+        return Launch([os.path.realpath(sys.executable)], environment=environment, cwd=folder)
 
     def _kill(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
         with suppress(ProcessLookupError):

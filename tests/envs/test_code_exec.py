@@ -321,7 +321,7 @@ class TestSettings:
         ],
     )
     def test_settings_that_make_no_sense_are_refused(self, kwargs, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ConfigError, match=message):
             CodeExecEnv(**kwargs)
 
     def test_the_system_message_can_be_left_out(self):

@@ -334,7 +334,7 @@ class TestResources:
         ("name", "value"), [("seconds", 0), ("seconds", float("inf")), ("memory_mb", 99.5), ("processes", True)]
     )
     def test_limits_that_make_no_sense_are_refused(self, name, value):
-        with pytest.raises(ValueError, match=f"{name}: .*; write a positive"):
+        with pytest.raises(ConfigError, match=f"{name}: .*; write a positive"):
             Limits(**{name: value})
 
 
@@ -681,7 +681,7 @@ class TestFailures:
         assert make_sandbox("subprocess").run("print(1)").stdout == "1\n"
 
     def test_less_memory_than_python_needs_is_refused(self):
-        with pytest.raises(ValueError, match="memory_mb: 8; write at least 64"):
+        with pytest.raises(ConfigError, match="memory_mb: 8; write at least 64"):
             Limits(memory_mb=8)
 
     def test_the_least_memory_is_enough_to_run(self, sandbox):
