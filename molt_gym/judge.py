@@ -23,6 +23,8 @@ from .messages import Message
 
 __all__ = ["Agreement", "Calls", "Comparison", "Judge", "Verdict"]
 
+_SETTINGS = ("source", "model", "rubric", "scale", "repeats", "swap", "calls")
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -179,7 +181,10 @@ class Judge:
 
     def _about(self, prompt: Prompt, reply: str, reference: str | None, rubric: Rubric | None) -> list[Question]:
         looked_for = self._rubric(rubric)
-        messages, reader = self.question(prompt, reply, looked_for, reference), (type(self), self.scale)
+        messages = self.question(prompt, reply, looked_for, reference)
+        # What a subclass has beside the usual settings may change how it reads.
+        own = {name: value for name, value in vars(self).items() if name not in _SETTINGS}
+        reader = type(self), self.scale, repr((looked_for, own))
         usual = Judgement(0.5, parts={} if isinstance(looked_for, str) else dict.fromkeys(looked_for, 0.5))
         return [Question(messages, lambda text: self.read(text, looked_for), reader, n, usual) for n in self._numbers]
 

@@ -12,10 +12,11 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from .errors import EnvFailure
 from .judge_prompts import Judgement, repair
@@ -81,25 +82,23 @@ def judge_loop() -> asyncio.AbstractEventLoop:
     return _the_office().loop
 
 
-@contextmanager
-def metered() -> Iterator["Counter[str]"]:
+def metered() -> AbstractContextManager["Counter[str]"]:
     """Counts what judges do that are asked within this block."""
-    counted: Counter[str] = Counter()
-    token = meter.set(counted)
-    try:
-        yield counted
-    finally:
-        meter.reset(token)
+    return _holding(meter, Counter())
+
+
+def rehearsal() -> AbstractContextManager[bool]:
+    """Within this block nobody is asked: judgements are neither good nor bad."""
+    return _holding(rehearsing, True)
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
-    """Within this block nobody is asked: judgements are neither good nor bad."""
-    token = rehearsing.set(True)
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        rehearsing.reset(token)
+        variable.reset(token)
 
 
 async def judged(seat: Seat, question: Question, calls: Calls, counted: "Counter[str]") -> Judgement:

@@ -278,6 +278,22 @@ def test_a_judge_may_have_a_form_of_its_own():
         Terse(judge, "r").score("x", "z")
 
 
+def test_judges_that_read_otherwise_do_not_share_what_is_known(endpoint, judge_of):
+    class OutOf(Judge):
+        most = 10.0
+
+        def question(self, prompt, reply, rubric, reference):
+            return [{"role": "user", "content": reply}]
+
+        def read(self, text, rubric):
+            return Judgement(5 / self.most, parts=dict.fromkeys(rubric, 0.5))
+
+    one, other = (OutOf(lambda messages: "5", {"kind": "Is it?"}) for _ in range(2))
+    other.source, other.most = one.source, 20.0
+    assert (one.score("p", "r").score, other.score("p", "r").score) == (0.5, 0.25)
+    assert one.score("p", "r", rubric={"clear": "Is it?"}).parts == {"clear": 0.5}
+
+
 def test_a_judge_that_fails_fails_the_step_and_earns_nothing(endpoint, judge_of):
     class Poem(ChatEnv):
         def begin(self, index):
