@@ -158,7 +158,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: another line that is no JSON object.
+        ConfigError: another line is no JSON object.
     """
     path = Path(path)
     records = [json.loads(line) for line in _whole_lines(path / "metrics.jsonl" if path.is_dir() else path)]
@@ -186,7 +186,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    """Lines end at a newline byte and nowhere else; ValueError for a whole one that is no JSON object."""
+    """Lines end at a newline byte and nowhere else; ConfigError for a whole one that is no JSON object."""
     *lines, rest = path.read_bytes().split(b"\n")
     if rest:
         warnings.warn(f"{path}: dropped the last line, which is cut off", stacklevel=3)
@@ -195,7 +195,7 @@ def _whole_lines(path: Path) -> list[bytes]:
             if not isinstance(json.loads(line), dict):
                 raise ValueError("no JSON object")
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+            raise ConfigError(f"{path}:{number}: {error}; mend that line, or remove it") from error
     return lines
 
 

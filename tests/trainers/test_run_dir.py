@@ -123,7 +123,7 @@ def test_a_half_written_line_is_dropped_with_a_warning_and_the_next_one_is_whole
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(run):
     run.metrics_path.write_bytes(b'{"step": 1}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2"):
+    with pytest.raises(ConfigError, match="metrics.jsonl:2: .*; mend that line, or remove it"):
         run.read_metrics()
 
 
