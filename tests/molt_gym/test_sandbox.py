@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 from molt_gym.errors import ConfigError, EnvFailure
 from molt_gym.sandbox import SANDBOXES, Limits, Sandbox, check_bubblewrap, make_sandbox
 from molt_gym.sandbox.output import read_until
+from molt_gym.sandbox.seccomp import filter_program
 
 SECRETS = {
     "OPENAI_API_KEY": "canary-openai",
@@ -77,6 +79,18 @@ def peak_rss(reset: bool = False) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def judged(program: bytes, architecture: int, number: int, argument: int) -> int:
+    """What the kernel makes of a system call by a filter."""
+    data, at, loaded = {0: number, 4: architecture, 16: argument}, 0, 0
+    while True:
+        code, then, otherwise, value = struct.unpack_from("=HBBI", program, 8 * at)
+        if code == 0x06:
+            return value
+        tests = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}
+        loaded = data[value] if code == 0x20 else loaded
+        at += 1 + (0 if code == 0x20 else then if tests[code] else otherwise)
 
 
 def reap(pidfd: tuple[int, ...]) -> bool:
@@ -329,6 +343,18 @@ class TestResources:
         code = "import ctypes; print(ctypes.CDLL(None).syscall({}, 0x10000000 | 17, 0, 0, 0, 0))"
         number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
         assert bubblewrap.run(code.format(number)).stdout == "-1\n"
+
+    @pytest.mark.parametrize(
+        ("machine", "architecture", "clone", "make_socket"),
+        [("x86_64", 0xC000003E, 56, 41), ("aarch64", 0xC00000B7, 220, 198)])
+    def test_the_filter_of_each_machine_refuses_what_it_says(self, machine, architecture, clone, make_socket):
+        allowed, refused, missing, killed = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+        asked = [(0, 0, allowed), (clone, 17, allowed), (clone, 0x10000011, refused), (435, 0, missing),
+                 (425, 0, refused), (0x40000000, 0, killed)]
+        asked += [(make_socket, family, allowed if family in (1, 2, 10, 16) else refused) for family in range(46)]
+        for number, argument, verdict in asked:
+            assert judged(filter_program(machine), architecture, number, argument) == verdict, (number, argument)
+        assert judged(filter_program(machine), 3, 0, 0) == killed
 
     @pytest.mark.parametrize(
         ("name", "value"), [("seconds", 0), ("seconds", float("inf")), ("memory_mb", 99.5), ("processes", True)]
