@@ -5,8 +5,6 @@ Invariant: prompts and replies go from the asking process to the engine's node a
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ import torch
 from molt_gym.errors import RunFailed
 from molt_gym.tokens import Generation, Renderer
 
-from ..rollout.engine import Request, refusal
-from ..rollout.vllm_engine import VllmEngine
+from ..rollout.engine import Request
+from ..rollout.vllm_engine import VllmEngine, generated
 from ..waiting import threaded
 from .ray_actor import RankWeights, RemoteBucket, RemoteSender
 from .ray_host import LOOK, Calls, RayHost
@@ -46,17 +44,9 @@ class EngineProxy:
 
     def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
         """Queue requests, as `VllmEngine` does."""
-        return [asyncio.wrap_future(self._send(request)) for request in requests]
-
-    def _send(self, request: Request) -> "Future[Generation]":
         _, vocabulary, max_context = self._arguments
-        if error := refusal(request.ids, vocabulary, max_context):
-            future: Future[Generation] = Future()
-            future.set_exception(error)
-            return future
-        room = min(request.sampling.max_tokens, max_context - len(request.ids))
-        return self._calls.start("call", "generate", request.ids, replace(request.sampling, max_tokens=room),
-                                 request.images, request.base)
+        call = partial(self._calls.start, "call")
+        return [asyncio.wrap_future(generated(request, vocabulary, max_context, call)) for request in requests]
 
 
 class RayVllmEngine(VllmEngine):

@@ -5,10 +5,10 @@ go announcements, and of rollouts what the loop decides by.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from molt_gym.tokens import Renderer, Trajectory
 
@@ -39,10 +39,11 @@ class RayPlacement:
 
     def __init__(self, config: Config, ranks: int, say: Callable[[str], None]) -> None:
         check_engine_args(config.rollout.engine_args)
-        self._cluster, self._say = RayCluster(config, ranks, say), say
-        self.gpu = self._cluster.parts.device == "GPU"
+        self.cluster, self._say = RayCluster(config, ranks, say), say
+        self.gpu = self.cluster.parts.device == "GPU"
         self.config = with_dtypes(config, self.gpu)
         self._engines: list[RayVllmEngine | None] = [None] * config.rollout.engines
+        self._placing = threading.Lock()
 
     def sampler(self, path: Path, done: Callable[[Trajectory], None]) -> Sampler:
         """What plays."""
@@ -56,20 +57,16 @@ class RayPlacement:
                 engine.wait()
         if self.gpu:
             self._say(describe(spec))
-        return RayActor(spec, self._cluster.rank_options())
+        return RayActor(spec, self.cluster.rank_options())
 
     def fleet(self, path: Path, renderer: Renderer) -> EngineFleet:
         """The engines."""
         rollout = self.config.rollout
         return EngineFleet(partial(self._engine, path, renderer), rollout.engines, self.config.failures.engine_restarts)
 
-    def runner_options(self) -> list[dict[str, Any]]:
-        """Options of the runners' actors."""
-        return self._cluster.runner_options()
-
     def close(self) -> None:
         """Give the places back."""
-        self._cluster.close()
+        self.cluster.close()
 
     @property
     def _backend(self) -> Backend:
@@ -78,14 +75,16 @@ class RayPlacement:
             return chosen
         if not self.gpu:
             return "gloo"
-        return "ipc" if self._cluster.plan.layout == "colocate" else "nccl"
+        return "ipc" if self.cluster.plan.layout == "colocate" else "nccl"
 
     def _engine(self, path: Path, renderer: Renderer) -> RayVllmEngine:
-        number = next(n for n, engine in enumerate(self._engines) if engine is None or engine.ended is not None)
-        options, devices = self._cluster.engine_options(number)
-        engine = RayVllmEngine(path, renderer, options, devices=devices,
-                               **vllm_settings(self.config) | {"backend": self._backend})
-        self._engines[number] = engine
+        # Those that ended together are replaced at the same time, each in a thread.
+        with self._placing:
+            number = next(n for n, engine in enumerate(self._engines) if engine is None or engine.ended is not None)
+            options, devices = self.cluster.engine_options(number)
+            engine = RayVllmEngine(path, renderer, options, devices=devices,
+                                   **vllm_settings(self.config) | {"backend": self._backend})
+            self._engines[number] = engine
         return engine
 
 
@@ -97,7 +96,7 @@ class RaySampler(Sampler):
     def __init__(self, path: Path, config: Config, done: Callable[[Trajectory], None], placement: RayPlacement) -> None:
         self._placement = placement
         super().__init__(path, config, done, gpu=placement.gpu)
-        self._players = RayPlayers(path, config, placement.runner_options())
+        self._players = RayPlayers(path, config, placement.cluster.runner_options())
         self.engine.joined = self._joined
         # Until the first update all have the weights of their folder.
         self._joining = asyncio.ensure_future(self._joined(self.engine.members))

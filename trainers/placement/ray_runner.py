@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,7 +112,7 @@ class RayPlayers:
         calls = [getattr(player.handle, name).remote(*arguments) for player in self._players if player.ready]
         if calls:
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*map(_awaited, calls), return_exceptions=True), CLOSE_TIMEOUT)
+                await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CLOSE_TIMEOUT)
 
     async def aclose(self) -> None:
         """Close all envs and end the runners."""
@@ -145,7 +145,7 @@ class RayPlayers:
 
     async def _answered(self, player: _Player, ref: Any, timeout: float) -> bool:
         try:
-            await asyncio.wait_for(_awaited(ref), timeout)
+            await asyncio.wait_for(ref, timeout)
         except TimeoutError:
             self.replace(player, TimeoutError(f"no answer within {timeout:g} s"))
         except RayError as error:
@@ -240,17 +240,13 @@ class RayRunner:
 
     async def _ask(self, player: _Player) -> None:
         try:
-            told = await asyncio.wait_for(_awaited(player.handle.pending.remote(self._number)), ANSWER_TIMEOUT)
+            told = await asyncio.wait_for(player.handle.pending.remote(self._number), ANSWER_TIMEOUT)
             if player in self._flights:
                 self._told[player] = time.monotonic(), told
         except (RayError, TimeoutError):
             self._told.pop(player, None)
         finally:
             del self._asking[player]
-
-
-async def _awaited(ref: Awaitable[Any]) -> Any:
-    return await ref
 
 
 def _fetch(record: Any, line: int) -> bytes | None:

@@ -83,8 +83,8 @@ class VllmEngine:
             # vLLM measures the GPU's free memory while it starts, and must be alone with it.
             self.wait()
         self._sender: Sender | None = None
-        self._paused = self._forgotten = False
-        self._asleep: list[Literal["weights", "kv_cache"]] = []
+        self._paused = False
+        self._asleep = set[Literal["weights", "kv_cache"]]()
         self._clock = BusyClock()
 
     def wait(self) -> None:
@@ -111,19 +111,11 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[Request]) -> list["asyncio.Future[Generation]"]:
         """Queue requests."""
-        futures = []
-        for request in requests:
-            if error := refusal(request.ids, self._vocabulary, self.max_context):
-                future: Future[Generation] = Future()
-                future.set_exception(error)
-            else:
-                room = min(request.sampling.max_tokens, self.max_context - len(request.ids))
-                self._clock.enter()
-                future = self._host.call("generate", request.ids, replace(request.sampling, max_tokens=room),
-                                         request.images, request.base)
-                future.add_done_callback(lambda _: self._clock.leave())
-            futures.append(asyncio.wrap_future(future))
-        return futures
+        futures = [generated(request, self._vocabulary, self.max_context, self._host.call) for request in requests]
+        for future in futures:
+            self._clock.enter()
+            future.add_done_callback(lambda _: self._clock.leave())
+        return [asyncio.wrap_future(future) for future in futures]
 
     async def pause(self) -> None:
         """Stop between two tokens.
@@ -142,18 +134,17 @@ class VllmEngine:
             RuntimeError: `release` forgot the weights, and none came.
         """
         if self._host.ended is None:
-            if self._forgotten:
+            if "weights" in self._asleep:
                 raise RuntimeError("resume needs weights after release(); call update_weights()")
-            await self._wake("weights", "kv_cache")
+            await self._wake("kv_cache")
             await self._call("resume")
             self._paused = False
             self._clock.resume()
 
-    async def release(self, *, keep_weights: bool = False) -> None:
+    async def release(self) -> None:
         """Give the GPU's memory back, while paused, if `release_memory` was asked for.
 
-        `update_weights` takes back that of the weights, and `resume` that of the cache. keep_weights: in the CPU's
-        memory; otherwise new ones must come before `resume`.
+        `update_weights` takes back that of the weights, which are forgotten, and `resume` that of the cache.
 
         Raises:
             RuntimeError: the engine runs.
@@ -161,11 +152,11 @@ class VllmEngine:
         if not self._paused:
             raise RuntimeError("release needs a paused engine; call pause() first")
         if self._spec.release_memory and not self._asleep:
-            await self._call("sleep", 1 if keep_weights else 2)
-            self._asleep, self._forgotten = ["weights", "kv_cache"], not keep_weights
+            await self._call("sleep")
+            self._asleep = {"weights", "kv_cache"}
 
-    async def _wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        for part in [part for part in self._asleep if part in parts]:
+    async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if part in self._asleep:
             await self._call("wake", part)
             self._asleep.remove(part)
 
@@ -214,7 +205,7 @@ class VllmEngine:
     async def end_update(self, version: int) -> None:
         """Put the new weights to use."""
         await self._call("finish_update", version, timeout=self._transfer_timeout)
-        self.version, self._forgotten = version, False
+        self.version = version
 
     def _make_sender(self, bucket: Bucket) -> Sender:
         """What sends this bucket and those after it."""
@@ -259,6 +250,17 @@ class VllmEngine:
         except TimeoutError:
             raise RunFailed(f"the vLLM engine did not answer within {timeout:g} s ({name}); its log: "
                             f"{self._host.log}") from None
+
+
+def generated(request: Request, vocabulary: int, max_context: int,
+              call: Callable[..., "Future[Generation]"]) -> "Future[Generation]":
+    """What becomes of a request. vocabulary: see `refusal`; call: a method of `VllmHost`, by its name."""
+    if error := refusal(request.ids, vocabulary, max_context):
+        future: Future[Generation] = Future()
+        future.set_exception(error)
+        return future
+    room = min(request.sampling.max_tokens, max_context - len(request.ids))
+    return call("generate", request.ids, replace(request.sampling, max_tokens=room), request.images, request.base)
 
 
 def _check_options(spec: HostSpec, config: PreTrainedConfig) -> None:

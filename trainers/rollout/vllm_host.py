@@ -157,9 +157,9 @@ class VllmHost:
         """Go on."""
         await self._llm.resume_generation()
 
-    async def sleep(self, level: Literal[1, 2]) -> None:
-        """Give the GPU's memory back, while paused: 1 keeps the weights in the CPU's memory, 2 forgets them."""
-        await self._llm.sleep(level, mode="keep")
+    async def sleep(self) -> None:
+        """Give the GPU's memory back, while paused, and forget the weights."""
+        await self._llm.sleep(2, mode="keep")
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Take memory again; with the last part vLLM goes on by itself."""
