@@ -69,13 +69,12 @@ def pids(actor: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def local(wide_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one rank of this process makes of the windows, and its checkpoints before and after."""
+    """What one rank of this process makes of the windows, and its checkpoint before."""
     folder = tmp_path_factory.mktemp("local")
     actor = LocalActor(spec(wide_path, 1))
     try:
         actor.save(folder / "start")
         metrics = actor.train(windows())
-        actor.save(folder / "end")
         return {"folder": folder, "metrics": metrics, "weights": weights_of(actor), "updates": actor.updates,
                 "logprobs": actor.logprobs([3, 1, 4, 1, 5])}
     finally:
@@ -176,9 +175,7 @@ def test_ranks_that_get_no_place_are_told_with_the_option(wide_path: Path) -> No
         ray_actor.RayActor(spec(wide_path, 2, ray__start_timeout=8.0), [{"num_cpus": 1}, {"num_cpus": 64}])
 
 
-def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds_and_a_new_actor_goes_on(
-    pair: Any, wide_path: Path, local: dict[str, Any]
-) -> None:
+def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds_and_the_others_too(pair: Any) -> None:
     # The last test of this pair.
     killed, other = pids(pair)[1], pids(pair)[0]
     killer = threading.Timer(1.0, os.kill, (killed, signal.SIGKILL))
@@ -194,9 +191,3 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds_and_a_new_actor_
     while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{other}").exists()
-    again = ray_actor.RayActor(spec(wide_path, 2), OPTIONS)
-    try:
-        again.load(local["folder"] / "end")
-        check(again, local["weights"], 0)
-    finally:
-        again.close()

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,9 @@ ray_actor = pytest.importorskip("molt_gym.trainers.placement.ray_actor")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"),
               pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
+# Other processes cannot import this module.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 PLACE = {"num_cpus": 1}
 PROMPTS = [[5, 7, 9], [1, 40, 290, 17, 200], list(range(20, 60))]
 PROBE = list(range(5, 60))
@@ -52,9 +56,8 @@ def make(cluster: Any, wide_path: Path, renderer: Renderer) -> Iterator[Callable
 
     made = []
 
-    def engine(**options: Any) -> Any:
-        made.append(RayVllmEngine(wide_path, renderer, PLACE, **{
-            "dtype": torch.float32, "max_context": 256, "max_sequences": 8} | options))
+    def engine(place: dict[str, Any] = PLACE) -> Any:
+        made.append(RayVllmEngine(wide_path, renderer, place, dtype=torch.float32, max_context=256, max_sequences=8))
         return made[-1]
 
     yield engine
@@ -136,27 +139,30 @@ async def test_engines_take_the_weights_of_an_actors_ranks_and_of_the_one_after_
         assert max(abs(a - b) for a, b in zip(actor.logprobs(PROBE), expected, strict=True)) > 0.01
 
 
-@ray.remote(num_cpus=1)
-class Asker:
-    """Asks an engine from a process of its own."""
-
-    async def ask(self, proxy: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+def asked(proxy: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+    """What an engine answers a process that has no event loop of its own for it."""
+    async def ask() -> list[Any]:
         requests = [Request(prompt, Sampling(**sampling)) for prompt in prompts]
         return await asyncio.wait_for(asyncio.gather(*proxy.submit(requests), return_exceptions=True), WAIT)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()
 
 
 def test_the_process_that_holds_vllms_does_not_load_torch(engines: list[Any]) -> None:
     assert not ray.get(engines[0]._host.handle.__ray_call__.remote(lambda _: "torch" in sys.modules))
 
 
-async def test_a_proxy_in_another_process_asks_the_engine_and_refuses_what_leaves_no_room(engines: list[Any]) -> None:
+async def test_a_proxy_in_another_process_asks_the_engine_and_refuses_what_leaves_no_room(
+    engines: list[Any], single: Any
+) -> None:
     engine = engines[0]
     await within(engine.pause())
     await within(engine.resume())
     busy = engine.busy_seconds
-    asker = Asker.remote()
-    *replies, refused, capped = await asker.ask.remote(
-        engine.proxy(), [*PROMPTS, [5] * 256, [5] * 250], temperature=1.0, max_tokens=20, seed=3)
+    proxy, prompts = engine.proxy(), [*PROMPTS, [5] * 256, [5] * 250]
+    *replies, refused, capped = await single._ranks[0].__ray_call__.remote(
+        lambda _: asked(proxy, prompts, temperature=1.0, max_tokens=20, seed=3))
     for prompt, reply in zip(PROMPTS, replies, strict=True):
         assert set(reply.versions) == {engine.version}
         scores = await engine.score(prompt + reply.ids)
@@ -166,7 +172,6 @@ async def test_a_proxy_in_another_process_asks_the_engine_and_refuses_what_leave
     await within(engine.pause())
     assert engine.busy_seconds > busy
     await engine.resume()
-    ray.kill(asker)
     assert engine.proxy() == engine.proxy() != engines[1].proxy()
     assert len({engine.proxy(), engine.proxy()}) == 1
 
@@ -264,8 +269,9 @@ async def test_an_actor_that_is_killed_ends_its_engine_and_leaves_no_process(eng
     await engine.close()
 
 
-def test_an_engine_that_does_not_start_says_why(make: Callable[..., Any]) -> None:
-    engine = make(engine_args={"max_num_batched_tokens": -5})
-    with pytest.raises(RunFailed, match=r"(?s)exit code.*engine\.log.*max_num_batched_tokens"):
+def test_an_engine_that_does_not_start_says_why(make: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so is missing')")
+    engine = make(PLACE | {"runtime_env": {"env_vars": {"PYTHONPATH": str(tmp_path)}}})
+    with pytest.raises(RunFailed, match=r"(?s)exit code.*engine\.log.*libcudart.so is missing"):
         engine.wait()
     assert isinstance(engine.ended, RunFailed)

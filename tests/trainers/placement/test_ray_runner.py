@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,22 +34,26 @@ OPTIONS = [{"num_cpus": 1}]
 
 
 class ScriptedEngine:
-    """Answers with two tokens after a while."""
+    """Answers with two tokens after a while, or once it is released."""
 
     def __init__(self, delay):
-        self.delay, self.asked, self.running = delay, 0, 0
+        self.delay, self.asked, self.running, self.released = delay, 0, 0, asyncio.Event()
 
     async def generate(self, ids):
         self.asked += 1
         self.running += 1
         try:
-            await asyncio.sleep(self.delay)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.released.wait(), self.delay)
         finally:
             self.running -= 1
         return Generation([5, END], [-0.5, -0.25], [3, 3], "stop")
 
     async def counts(self):
         return self.asked, self.running
+
+    async def release(self):
+        self.released.set()
 
 
 class Scripted:
@@ -202,7 +207,7 @@ async def test_rows_elsewhere_are_chosen_and_weighted_as_those_at_hand(runner, e
 
 
 async def test_requests_of_an_engine_that_dies_go_to_another_and_are_counted(runner, engines):
-    one, other = await engines(2, delay=3)
+    one, other = await engines(2, delay=300)
     playing = asyncio.create_task(play(runner, tickets(4)))
 
     async def both_asked():
@@ -211,6 +216,7 @@ async def test_requests_of_an_engine_that_dies_go_to_another_and_are_counted(run
 
     await until(both_asked)
     ray.kill(one.handle)
+    await other.handle.release.remote()
     assert [t.failure for t in await playing] == [None] * 8
     assert runner.players.take_faults() == {"runner_restarts": 0, "requeued": 4}
 
@@ -271,7 +277,7 @@ async def test_training_and_evaluation_play_in_the_same_runners(players, engines
 
 
 async def test_rollouts_of_a_runner_that_is_killed_are_played_again_and_returned_once(runner, engines):
-    engine, = await engines(delay=3)
+    engine, = await engines(delay=300)
     playing = asyncio.create_task(play(runner, tickets(8)))
 
     async def asked():
@@ -280,6 +286,7 @@ async def test_rollouts_of_a_runner_that_is_killed_are_played_again_and_returned
     await until(asked)
     victims = await pids(runner.players)
     os.kill(victims[0], signal.SIGKILL)
+    await engine.handle.release.remote()
     assert [t.failure for t in await playing] == [None] * 16 and len(runner.seen) == 16
     assert Counter((t.group, t.rollout) for t in runner.seen) == {(g, r): 1 for g in range(8) for r in range(2)}
     assert runner.players.take_faults()["runner_restarts"] == 1 and runner.players.take_faults()["runner_restarts"] == 0
@@ -288,8 +295,28 @@ async def test_rollouts_of_a_runner_that_is_killed_are_played_again_and_returned
     assert [t.failure for t in await play(runner, tickets(4))] == [None] * 8
 
 
+async def test_a_rollout_that_kills_every_runner_fails_alone_and_the_agents_of_these_end_with_them(
+    players, engines, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ray_runner, "MAX_PLAYS", 2)
+    await engines()
+    played = await play(wild(players, tmp_path, "WildAgent-v0"), [Ticket(i, i) for i in range(4)])
+    assert [(t.failure, t.reward) for t in played] == [(None, 0.75)] * 4
+    agents, ended = {t.info["pid"] for t in played}, await pids(players)
+    assert all(Path(f"/proc/{pid}").exists() for pid in agents)
+    runner = wild(players, tmp_path, deeds={"3": "exit"}, mode="never")
+    poison, = await play(runner, [Ticket(3, 3)])
+    assert poison.failure.reason == "runner_died" and poison.rows == [] and poison.record is None
+    assert players.take_faults()["runner_restarts"] == 2
+
+    async def gone():
+        return not any(Path(f"/proc/{pid}").exists() for pid in (*agents, *ended))
+
+    await until(gone)
+
+
 async def test_new_runners_and_rollouts_that_wait_get_to_know_the_engines(runner, engines):
-    os.kill((await pids(runner.players))[0], signal.SIGKILL)
+    # Those whose place the last test has made empty.
     playing = asyncio.create_task(play(runner, tickets(2)))
 
     async def wait():
@@ -302,34 +329,6 @@ async def test_new_runners_and_rollouts_that_wait_get_to_know_the_engines(runner
     # Overtaken by the call that told of the engines.
     await asyncio.gather(*(player.handle.set_engines.remote(0, []) for player in runner.players._players))
     assert [t.failure for t in await play(runner, tickets(2))] == [None] * 4
-
-
-async def test_agents_in_processes_of_a_runner_play_and_end_with_it(players, engines, tmp_path):
-    await engines()
-    runner = wild(players, tmp_path, "WildAgent-v0")
-    played = await play(runner, [Ticket(i, i) for i in range(4)])
-    assert [(t.failure, t.reward) for t in played] == [(None, 0.75)] * 4
-    agents = {t.info["pid"] for t in played}
-    assert all(Path(f"/proc/{pid}").exists() for pid in agents)
-    for pid in await pids(players):
-        os.kill(pid, signal.SIGKILL)
-
-    async def gone():
-        return not any(Path(f"/proc/{pid}").exists() for pid in agents)
-
-    await until(gone)
-
-
-async def test_a_rollout_that_kills_every_runner_fails_alone(players, engines, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_runner, "MAX_PLAYS", 2)
-    await engines()
-    runner = wild(players, tmp_path, deeds={"3": "exit"}, mode="never")
-    restarts = players._restarts
-    played, = await play(runner, [Ticket(3, 3)])
-    assert played.failure.reason == "runner_died" and played.rows == [] and played.record is None
-    # The runners that the last test has ended may be among them.
-    assert 2 <= players._restarts - restarts
-    assert [t.failure for t in await play(runner, [Ticket(0, 0), Ticket(1, 1)])] == [None] * 2
 
 
 async def test_a_run_ends_when_more_runners_died_than_it_may_start(cluster, toys, tiny_path):
