@@ -61,6 +61,10 @@ class ChatEnv(TaskEnv):
             EnvFailure: the env itself cannot go on (sandbox died, judge unreachable).
         """
 
+    def cut(self) -> bool:
+        """Whether the episode that is over was cut, by a limit of its own on its length."""
+        return False
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Conversation, dict[str, Any]]:
@@ -87,8 +91,8 @@ class ChatEnv(TaskEnv):
         """Answers an assistant message.
 
         Returns:
-            observation, reward, terminated, truncated (always false here, `TimeLimit` sets it) and info. As always with
-            `TimeLimit`, an env that was truncated can be stepped on, and each such step is truncated again.
+            observation, reward, terminated, truncated (at the end what `cut` says; also set by `TimeLimit`) and info.
+            As always with `TimeLimit`, an env that it truncated can be stepped on, each time with the same end.
 
         Raises:
             ResetNeeded: before `reset`, after the end of an episode, and after `answer` raised.
@@ -112,5 +116,6 @@ class ChatEnv(TaskEnv):
         observation = self._observe("answer", self.tools)
         self._reward += reward
         self._over = bool(turn.terminated)
+        cut = self._over and self.cut()
         info = {**parts_of(turn.reward), **copy.deepcopy(turn.info), "task_index": self._index}
-        return observation, reward, self._over, False, info
+        return observation, reward, self._over and not cut, cut, info

@@ -15,9 +15,6 @@ from .demonstrations import demonstrations
 
 __all__ = ["ConnectFour", "TicTacToe"]
 
-PRESETS = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}, "tiny": {"rollout": {"max_tokens": 8}}}
-
-
 @cache
 def lines(rows: int, columns: int, length: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """For each cell, numbered along the rows from 0 on, the lines of `length` neighbouring cells that it is in."""
@@ -34,7 +31,7 @@ class BoardGame(GameEnv):
     """What the two have in common: a board as a string of X, O and dots, and moves numbered from 1 on."""
 
     seats = ("X", "O")
-    presets = PRESETS
+    presets = {"": GameEnv.presets[""] | {"rollout": {"max_tokens": 256}}, "tiny": {"rollout": {"max_tokens": 8}}}
     rows = columns = length = 0
 
     def begin(self, index: int) -> None:
@@ -95,9 +92,7 @@ class BoardGame(GameEnv):
                     return str(number)
         return self.random_move(seat, rng)
 
-    def demonstrations(self, count: int, seed: int = 0) -> list[list[Message]]:
-        """Conversations of seats that move at random or well, fixed by the seed; see `demonstrations.py`."""
-        return demonstrations(self, count, seed)
+    demonstrations = demonstrations
 
 
 class TicTacToe(BoardGame):

@@ -19,8 +19,8 @@ __all__ = ["demonstrations"]
 _GOOD = 0.3
 
 
-def demonstrations(game: "GameEnv", count: int, seed: int) -> list[list[Message]]:
-    """One conversation of each seat that had a turn, from as many games as it takes.
+def demonstrations(game: "GameEnv", count: int, seed: int = 0) -> list[list[Message]]:
+    """One conversation of each seat that had a turn, from as many games as it takes; a method of the games.
 
     Args:
         game: with a method `good_move` beside those of a `GameEnv`.

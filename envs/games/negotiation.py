@@ -19,7 +19,8 @@ TOTAL = 10
 """What all things together are worth to each seat."""
 LONGEST = 1000
 """Characters at the end of a reply that the other seat reads."""
-_OFFER = re.compile(r"\W*offer\W*(\d+)\D+(\d+)\D+(\d+)\D*", re.IGNORECASE)
+_COUNT = r"(?<!\D[-\N{MINUS SIGN}\N{EN DASH}])(\d+)"
+_OFFER = re.compile(rf"\W*offer\W*{_COUNT}\D+{_COUNT}\D+{_COUNT}\D*", re.IGNORECASE)
 _ACCEPT = re.compile(r"\W*accept\W*", re.IGNORECASE)
 
 
@@ -95,7 +96,7 @@ class Negotiation(GameEnv):
             mine, other = self._rest(), self.seats[seat == self.seats[0]]
             return {seat: self._worth(seat, mine), other: self._worth(other, self.offer)}
         found = _OFFER.fullmatch(last)
-        numbers = tuple(int(number[:9]) for number in found.groups()) if found else ()
+        numbers = tuple(int(number.lstrip("0")[:9] or 0) for number in found.groups()) if found else ()
         if not numbers or any(number > count for number, count in zip(numbers, self.counts, strict=True)):
             raise IllegalMove("write in the last line 'accept', or 'offer' and how many of the "
                               f"{' '.join(map(str, self.counts))} you want, such as 'offer 1 0 1'")
@@ -119,9 +120,7 @@ class Negotiation(GameEnv):
                   zip(self.counts, values, strict=True)]
         return "offer " + " ".join(map(str, wanted))
 
-    def demonstrations(self, count: int, seed: int = 0) -> list[list[Message]]:
-        """Conversations of seats that move at random or well, fixed by the seed; see `demonstrations.py`."""
-        return demonstrations(self, count, seed)
+    demonstrations = demonstrations
 
     def _rest(self) -> tuple[int, ...]:
         return tuple(count - number for count, number in zip(self.counts, self.offer, strict=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..env import ChatEnv, Turn
 from ..errors import ConfigError, EnvFailure
-from ..messages import Conversation, Message, arguments_of
+from ..messages import Message, arguments_of
 from ..registry import register
 from ..task_env import finite
 from ..tasks import load_tasks
@@ -91,11 +91,9 @@ class NemoGym(ChatEnv):
             self.close()
         return turn
 
-    def step(self, action: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
-        """As of `ChatEnv`; truncated where the server says so."""
-        observation, reward, terminated, truncated, info = super().step(action)
-        cut = bool(terminated and self._truncated)
-        return observation, reward, terminated and not cut, truncated or cut, info
+    def cut(self) -> bool:
+        """Whether the server cut the episode."""
+        return self._truncated
 
     def leave(self) -> None:
         """Ends the session on the server."""

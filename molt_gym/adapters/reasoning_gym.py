@@ -10,6 +10,7 @@ from ..env import ChatEnv, Turn
 from ..errors import ConfigError
 from ..messages import Message, text_of
 from ..registry import register
+from ..tasks import check_split
 from .forked import number_in_fork
 from .global_random import GlobalRandom
 
@@ -52,8 +53,7 @@ class ReasoningGymEnv(ChatEnv):
         longest: int = 10_000, render_mode: str | None = None, **settings: Any,
     ) -> None:
         super().__init__(render_mode=render_mode)
-        if split not in ("train", "test"):
-            raise ConfigError(f"split: {split!r}; write 'train' or 'test'")
+        check_split(split)
         with GlobalRandom():
             from reasoning_gym.factory import DATASETS, create_dataset
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from ..errors import ConfigError, EnvFailure
+from ..threads import loop_in_thread
 
 __all__ = ["BUSY", "GONE", "Client", "Servers", "checked_timeout", "get_json", "to_json", "wait_for"]
 
@@ -187,8 +188,6 @@ def _checked(url: Any) -> str:
 def _loop() -> asyncio.AbstractEventLoop:
     """The loop of this process; a forked one has a loop of its own, as no thread lives on in it."""
     with _lock:
-        loop = _loops.get(os.getpid())
-        if loop is None:
-            loop = _loops[os.getpid()] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="molt-gym-remote", daemon=True).start()
-    return loop
+        if os.getpid() not in _loops:
+            _loops[os.getpid()] = loop_in_thread("molt-gym-remote")
+        return _loops[os.getpid()]

@@ -54,22 +54,20 @@ _problems: dict[str, str] = {}
 _loading = threading.RLock()
 
 
-def load(namespace: str | None) -> str | None:
-    """Registers the ids of a suite where there are none yet; what keeps it from that, or None."""
+def load(namespace: str | None) -> None:
+    """Registers the ids of a suite where there are none yet; `hint` has what keeps it from that."""
     suite = SUITES.get(namespace or "")
     if suite is None or not suite.installed:
-        return None
+        return
     # Half of a suite is none to a thread that comes in between.
     with _loading:
-        if any(spec.namespace == namespace for spec in tuple(gym.registry.values())):
-            return None
-        if suite.namespace not in _problems:
+        there = any(spec.namespace == namespace for spec in tuple(gym.registry.values()))
+        if not there and suite.namespace not in _problems:
             try:
                 importlib.import_module(suite.module).register_ids()
             except Exception as error:  # noqa: BLE001  one broken suite must not hurt the others
                 _problems[suite.namespace] = problem = f"{type(error).__name__}: {error}"
                 warnings.warn(f"the envs of {suite.package or namespace} are left out: {problem}", stacklevel=3)
-        return _problems.get(suite.namespace)
 
 
 def hint(namespace: str | None) -> str:

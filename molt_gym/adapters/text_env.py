@@ -18,7 +18,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from ..env import ChatEnv, Turn
 from ..errors import ConfigError, NotAChatEnv
-from ..messages import Conversation, Message, text_of
+from ..messages import Message, text_of
 from ..task_env import finite
 from .action_text import IllegalReply, is_small, parse_action, words_for
 from .env_text import action_names, describe, observation_names, plain_ansi, purpose
@@ -74,7 +74,7 @@ class TextEnv(ChatEnv):
             self.env.close()
             raise NotAChatEnv(f"{self.env.unwrapped}: its actions are {self.env.action_space!r:.200}, which a reply "
                               "can hardly name; give parse='module:function', from (env, reply text) to an action")
-        self._limit, self._illegal, self._truncated = illegal_limit, 0, False
+        self._limit = illegal_limit
         self._actions, self._parts = action_names(self.env), observation_names(self.env)
         shown = self._describe is not None or self._parts or self.env.render_mode == "ansi"
         self._instructions = purpose(self.env, observations=not shown) if instructions is None else instructions
@@ -82,7 +82,7 @@ class TextEnv(ChatEnv):
     def begin(self, index: int) -> list[Message]:
         """The instructions, and the first observation of the episode of seed `index`."""
         observation, info = self.env.reset(seed=index)
-        self._illegal, self._truncated = 0, False
+        self._illegal, self._cut = 0, False
         how = ("Reply with one action: the last line of your reply must be nothing but the action"
                + (f".\nActions: {words_for(self.env.action_space, self._actions)}."
                   if is_small(self.env.action_space) else "."))
@@ -99,18 +99,17 @@ class TextEnv(ChatEnv):
             words = f"That is no legal reply: {error}."
             return Turn([] if over else [{"role": "user", "content": words}], terminated=over, info={"illegal": True})
         self._illegal = 0
-        observation, reward, terminated, self._truncated, info = self.env.step(action)
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self._cut = bool(truncated and not terminated)
         one = isinstance(reward, np.ndarray) and reward.size == 1
         reward = finite(reward.item() if one else reward, f"{self._name}: the reward of the env within")
-        over = bool(terminated or self._truncated)
+        over = bool(terminated or truncated)
         return Turn([] if over else [{"role": "user", "content": self._seen(observation, info, reward)}], reward, over,
                     {"illegal": False})
 
-    def step(self, action: Message) -> tuple[Conversation, float, bool, bool, dict[str, Any]]:
-        """As of `ChatEnv`; truncated where the env within cut its episode itself."""
-        observation, reward, terminated, truncated, info = super().step(action)
-        cut = bool(terminated and self._truncated)
-        return observation, reward, terminated and not cut, truncated or cut, info
+    def cut(self) -> bool:
+        """Whether the env within cut its episode itself."""
+        return self._cut
 
     def close(self) -> None:
         """Closes the env."""

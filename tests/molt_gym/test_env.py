@@ -82,6 +82,15 @@ def test_the_cap_on_turns_is_a_truncation(echo, say):
     assert all(type(flag) is bool for end in ends for flag in end)
 
 
+def test_an_end_that_an_env_calls_a_cut_is_a_truncation():
+    env = type("Cutting", (Scripted,), {"cut": lambda self: True})(Turn(), Turn(terminated=True))
+    env.reset()
+    action = {"role": "assistant", "content": ""}
+    assert [env.step(action)[2:4] for _ in range(2)] == [(False, False), (False, True)]
+    with pytest.raises(ResetNeeded):
+        env.step(action)
+
+
 def test_the_end_is_a_termination(echo, say):
     env = gym.make(echo)
     env.reset(seed=0)

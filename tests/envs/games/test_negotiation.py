@@ -50,8 +50,16 @@ def test_a_seat_reads_what_the_other_wrote_and_what_is_left_but_not_its_values()
     assert rules[0].split("worth to you")[1] != rules[1].split("worth to you")[1]
 
 
+@pytest.mark.parametrize("text", ["**Offer: 1, 0, 1.**", "offer 1-0-1", "- offer 1 book, 0 hats, 1 ball",
+                                  "offer " + "0" * 20 + "1 0 1"])
+def test_an_offer_is_its_three_numbers_however_they_are_set_apart(text: str) -> None:
+    env, _ = begun()
+    assert env.step(say(text))[4]["illegal"] == 0 and env.offer == (1, 0, 1)
+
+
 @pytest.mark.parametrize("text", ["", "accept", "offer 9 0 0", "offer 1 1", "I offer nothing", "offer 1 0 0\nplease",
-                                  "offer " + "9" * 10_000 + " 0 0"])
+                                  "offer " + "9" * 10_000 + " 0 0", "offer -1 0 0", "offer 1, -1, 0",
+                                  "offer \N{MINUS SIGN}1 0 0", "offer " + "0" * 20 + "9 0 0"])
 def test_other_last_lines_are_no_legal_moves(text: str) -> None:
     env, _ = begun()
     _, _, terminated, _, info = env.step(say(text))

@@ -164,6 +164,13 @@ def test_an_episode_that_an_env_cuts_is_truncated():
     assert env.step(say("2"))[1:4] == (2.0, False, True)
 
 
+def test_an_episode_that_ends_as_it_is_cut_has_ended(monkeypatch):
+    monkeypatch.setattr(Dial, "step", lambda self, action: (1, 1.0, True, True, {}))
+    env = molt_gym.make("Dial-v0")
+    env.reset(seed=0)
+    assert env.step(say("1"))[2:4] == (True, False)
+
+
 @pytest.mark.parametrize(("given", "reward"), [(np.array([0.5]), 0.5), (np.float32(0.5), 0.5), (None, None),
                                                ("0.5", None), (float("nan"), None), (np.ones(2), None)])
 @pytest.mark.filterwarnings("ignore:.*The reward")
