@@ -49,7 +49,23 @@ def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise TypeError(f"{type(self).__name__}: is shared and cannot be changed; change a copy of it")
 
 
-class InternedMessage(dict[str, Any]):
+class _Shared:
+    """What may be interned; a copy is one of `_plain`."""
+
+    __slots__ = ()
+    _plain: type
+
+    def __copy__(self) -> Any:
+        return self._plain(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._plain, (self._plain(self),)
+
+
+class InternedMessage(_Shared, dict[str, Any]):
     """A message that nobody changes, which remembers its digest. What it holds must not be changed either.
 
     Copies of it, also pickled ones, are plain dicts.
@@ -57,36 +73,20 @@ class InternedMessage(dict[str, Any]):
 
     __slots__ = ("_digest",)
     _digest: bytes
+    _plain = dict
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore
 
-    def __copy__(self) -> Message:
-        return dict(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Message:
-        return copy.deepcopy(dict(self), memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class InternedTools(list[dict[str, Any]]):
+class InternedTools(_Shared, list[dict[str, Any]]):
     """Tool schemas that nobody changes, as `InternedMessage`. Copies of it are plain lists."""
 
     __slots__ = ("_digest",)
     _digest: bytes
+    _plain = list
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = append = clear = extend = _refuse  # type: ignore
     insert = pop = remove = reverse = sort = _refuse  # type: ignore
-
-    def __copy__(self) -> list[dict[str, Any]]:
-        return list(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[dict[str, Any]]:
-        return copy.deepcopy(list(self), memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
 
 
 def digest_of(message: Mapping[str, Any]) -> bytes:
@@ -161,26 +161,21 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | str:
 def canonical(message: Mapping[str, Any]) -> Message:
     """A fresh copy in which spellings of equal meaning are equal.
 
-    Content that is None, absent, "" or [] becomes ""; a single text part becomes its text; the arguments of a tool call
-    become JSON text with sorted keys (raw text that is no JSON object is kept); other fields without a value go.
+    Content that is None, absent, "" or [] becomes ""; parts that are all text become the text; the arguments of a tool
+    call become JSON text with sorted keys (raw text that is no JSON object is kept); other fields without a value go.
     """
-    return {key: _copied(value) for key, value in _canonical(message).items()}
+    return copy.deepcopy(_canonical(message))
 
 
 def _canonical(message: Mapping[str, Any]) -> Message:
     """`canonical`, which may share what it holds with the message."""
     clean = {key: value for key, value in message.items() if value not in _NOTHING}
     content = clean.get("content", "")
-    if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
-        content = content[0].get("text") or ""
-    clean["content"] = content
+    only_text = isinstance(content, list) and all(part.get("type") == "text" for part in content)
+    clean["content"] = text_of(clean) if only_text else content
     if "tool_calls" in clean:
         clean["tool_calls"] = [_canonical_call(call) for call in clean["tool_calls"]]
     return clean
-
-
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, str) else copy.deepcopy(value)
 
 
 def _canonical_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,10 +64,12 @@ def test_arguments_that_json_can_only_read_stay_the_raw_text_in_canonical_form()
     assert canonical(calling('{"a": 1e999}'))["tool_calls"][0]["function"]["arguments"] == '{"a": 1e999}'
 
 
-def test_one_text_part_is_its_text_and_two_are_not():
+def test_parts_that_are_all_text_are_their_text_and_beside_images_they_are_not():
     text = {"type": "text", "text": "hi"}
     assert same_message({"role": "user", "content": [text]}, {"role": "user", "content": "hi"})
-    assert canonical({"role": "user", "content": [text, text]})["content"] == [text, text]
+    assert same_message({"role": "user", "content": [text, {**text, "note": 1}]}, {"role": "user", "content": "hihi"})
+    seen = [text, {"type": "image_url", "image_url": {"url": "x"}}]
+    assert canonical({"role": "user", "content": seen})["content"] == seen
     assert text_of({"role": "user", "content": [text, {"type": "image_url", "image_url": {}}, text]}) == "hihi"
     assert text_of({"role": "assistant", "content": None}) == ""
 
