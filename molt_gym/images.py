@@ -106,7 +106,7 @@ def open_image(uri: str, where: str = "image") -> "Image":
     Raises:
         ValueError: it is no data URI, no image of a known format, cut off, or too large.
     """
-    return _opened(_bytes(uri, where), where)
+    return _opened(_bytes(uri, where), where)[0]
 
 
 def image_digest(uri: str) -> str:
@@ -169,8 +169,7 @@ def _data_uri(image: Any, where: str) -> str:
             raise ValueError(f"{where}: {path} cannot be read ({error.strerror})") from error
     if not isinstance(image, bytes):
         image = _encoded(image, where)
-    _opened(image, where)
-    kind = FORMATS[_format(image)]
+    kind = FORMATS[_opened(image, where)[1]]
     return sys.intern(f"data:image/{kind};base64,{base64.b64encode(image).decode()}")
 
 
@@ -215,14 +214,8 @@ def _bytes(uri: Any, where: str) -> bytes:
         raise ValueError(f"{where}: its base64 cannot be decoded ({error})") from error
 
 
-def _format(data: bytes) -> str:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data), formats=list(FORMATS)) as picture:
-        return picture.format or ""
-
-
-def _opened(data: bytes, where: str) -> "Image":
+def _opened(data: bytes, where: str) -> tuple["Image", str]:
+    """The image itself, and its format as Pillow names it."""
     from PIL import Image, ImageOps
 
     try:
@@ -231,7 +224,7 @@ def _opened(data: bytes, where: str) -> "Image":
                 raise ValueError(f"{picture.width} x {picture.height} pixels, and at most {MAX_PIXELS:,} are taken; "
                                  "scale it down")
             picture.load()
-            return _in_rgb(ImageOps.exif_transpose(picture))
+            return _in_rgb(ImageOps.exif_transpose(picture)), picture.format or ""
     except Image.UnidentifiedImageError:
         raise ValueError(f"{where}: {len(data)} bytes that are no {', '.join(FORMATS)} image") from None
     except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError,

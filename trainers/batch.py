@@ -15,7 +15,7 @@ from .actor.packing import AnyRow, train_row
 from .algorithms.advantages import estimate_advantages
 from .algorithms.losses import token_weights
 from .algorithms.registry import ESTIMATORS
-from .algorithms.shaping import clip_rewards, overlong_penalty, scale_truncated
+from .algorithms.shaping import overlong_penalty, scale_truncated
 from .config import Config
 
 Group = list[Trajectory]
@@ -94,7 +94,8 @@ def shaped_rewards(rollouts: Sequence[Trajectory], config: Config) -> torch.Tens
         rewards = rewards - overlong_penalty(lengths, config.rollout.max_tokens, algorithm.overlong_buffer,
                                              algorithm.overlong_penalty)
     cut = torch.tensor([trajectory.length_limited for trajectory in rollouts])
-    return clip_rewards(scale_truncated(rewards, cut, algorithm.truncation_coefficient), algorithm.reward_clip)
+    rewards = scale_truncated(rewards, cut, algorithm.truncation_coefficient)
+    return rewards.clamp(-algorithm.reward_clip, algorithm.reward_clip)
 
 
 def longest_reply(trajectory: Trajectory) -> int:

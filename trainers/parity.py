@@ -7,6 +7,7 @@ is one fixed prompt of the run's own template, so that both sides see ordinary t
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,7 +49,7 @@ class ParityProbe:
     @classmethod
     def of(cls, renderer: Renderer, max_context: int, *dtypes: torch.dtype, gpu: bool) -> "ParityProbe":
         """The probe for an engine and an actor that compute in `dtypes`."""
-        tolerance = max(_tolerance(dtype, gpu) for dtype in dtypes)
+        tolerance = max(GPU_TOLERANCE if gpu else 0.0, *(TOLERANCE[dtype] for dtype in dtypes))
         if renderer.sees:
             shown = [{"role": "user", "content": [_picture(), {"type": "text", "text": TEXT}]}]
             ids = renderer.render(shown)
@@ -82,25 +83,17 @@ class ParityProbe:
 
     def _compare(self, name: str, version: int, theirs: Sequence[float], ours: Sequence[float]) -> float:
         differences = [abs(mine - other) for mine, other in zip(ours, theirs, strict=True)]
-        mean = sum(differences) / len(differences)
+        mean = fmean(differences)
         # Not a number is no parity either.
         if not mean <= self.tolerance:
             raise RunFailed(f"after the update to version {version} {name} computes other log-probabilities than the "
-                            f"actor: {_mean(theirs):.4f} and {_mean(ours):.4f} a token on a fixed prompt, "
+                            f"actor: {fmean(theirs):.4f} and {fmean(ours):.4f} a token on a fixed prompt, "
                             f"{mean:.2g} apart, at most {max(differences):.2g} (tolerance {self.tolerance:g}); "
                             "its weights are not those of the actor, or it computes the model in another way")
         return mean
-
-
-def _tolerance(dtype: torch.dtype, gpu: bool) -> float:
-    return max(TOLERANCE[dtype], GPU_TOLERANCE if gpu else 0.0)
 
 
 def _picture() -> dict[str, Any]:
     """A part of a message: colours that change across an image."""
     across = np.linspace(0, 255, 64).astype(np.uint8)
     return image_part(np.stack(np.broadcast_arrays(across[:, None], across, across[::-1, None]), -1))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -178,11 +178,7 @@ LOSSES: Registry[LossTraits] = Registry(
 """Losses by the name that `algorithm.loss` takes."""
 
 
-def register_estimator(name: str, traits: EstimatorTraits | None = None) -> Callable[[F], F]:
-    """Make a function the estimator `name`; see `advantages` for what it takes. Raises as `Registry.register` does."""
-    return ESTIMATORS.register(name, traits)
-
-
-def register_loss(name: str, traits: LossTraits | None = None) -> Callable[[F], F]:
-    """Make a function the loss `name`; see `losses` for what it takes. Raises as `Registry.register` does."""
-    return LOSSES.register(name, traits)
+register_estimator = ESTIMATORS.register
+"""Makes a function the estimator of a name; see `advantages` for what it takes."""
+register_loss = LOSSES.register
+"""Makes a function the loss of a name; see `losses` for what it takes."""

@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-__all__ = ["clip_rewards", "overlong_penalty", "scale_truncated", "trains"]
+__all__ = ["overlong_penalty", "scale_truncated", "trains"]
 
 ROUNDING = 1e-9
 """Scores that differ by less are equal."""
@@ -35,11 +35,6 @@ def scale_truncated(rewards: Tensor, truncated: Tensor, coefficient: float) -> T
     """Rewards [R]; where truncated [R], positive ones are multiplied by `coefficient`, or all replaced by it if < 0."""
     changed = rewards.clamp(max=0) + rewards.clamp(min=0) * coefficient
     return torch.where(truncated.bool(), changed if coefficient >= 0 else coefficient, rewards)
-
-
-def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
-    """Rewards [R] clipped to ±`limit`."""
-    return rewards.clamp(-limit, limit)
 
 
 def trains(scores: Sequence[float], low: float, high: float) -> bool:

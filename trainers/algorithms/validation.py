@@ -20,8 +20,7 @@ class Settings:
 
     kl: the coefficient. clip: low and high. importance: the level as written, auto included. critic, teacher,
     reference: whether anything is written about them. teacher_engine: the teacher has an engine of its own.
-    in_flight_updates: weights change while rollouts are generated. kept_set_replayed: the trainer renormalises over the
-    tokens that top_p and top_k kept.
+    in_flight_updates: weights change while rollouts are generated.
     """
 
     estimator: str = "grpo"
@@ -57,7 +56,6 @@ class Settings:
     max_staleness: int = 0
     top_p: float = 1.0
     top_k: int = 0
-    kept_set_replayed: bool = False
     routing_replay: bool = False
     in_flight_updates: bool = False
     speculative: bool = False
@@ -207,7 +205,7 @@ def _sampling(s: Settings, loss: LossTraits) -> Iterator[str]:
         f"algorithm.importance.level = {s.importance!r}" if s.level != "off" else
         "algorithm.kl.ref = 'rollout'" if s.kl and s.kl_ref == "rollout" else None)
     for name, value, off in (("top_p", s.top_p, 1), ("top_k", s.top_k, 0)):
-        if ratio and value != off and not s.kept_set_replayed:
+        if ratio and value != off:
             yield (f"rollout.{name}: {value} with {ratio}: the sampler renormalises over the tokens it kept and the "
                    f"trainer does not, so every ratio would be off; write rollout.{name} = {off}")
 

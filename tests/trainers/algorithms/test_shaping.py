@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import tensor
 
-from molt_gym.trainers.algorithms.shaping import clip_rewards, overlong_penalty, scale_truncated, trains
+from molt_gym.trainers.algorithms.shaping import overlong_penalty, scale_truncated, trains
 
 
 def test_the_overlong_ramp():
@@ -21,10 +21,6 @@ def test_a_buffer_of_zero_is_off():
 def test_truncation_never_pays(coefficient, expected):
     rewards, truncated = tensor([2.0, 2.0, -2.0, 0.0]), tensor([False, True, True, True])
     assert scale_truncated(rewards, truncated, coefficient).tolist() == expected
-
-
-def test_rewards_are_clipped_to_both_sides():
-    assert clip_rewards(tensor([-11.0, -10.0, 0.5, 1e9]), 10.0).tolist() == [-10, -10, 0.5, 10]
 
 
 def test_shaping_keeps_the_shape_of_an_empty_batch():

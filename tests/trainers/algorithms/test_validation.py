@@ -84,7 +84,7 @@ FINE = [
     {"estimator": "gae", "critic": True, "kl": 0.1, "kl_use": "reward", "group_size": 1}, DISTILL,
     {"estimator": "reinforce", "kl": 0.1, "kl_kind": "k1", "kl_use": "reward"},
     {"kl": 0.1, "reference": True}, {"kl": 0.1, "kl_ref": "rollout"}, {"kl": 0.1, "kl_use": "loss", "kl_kind": "k2"},
-    {"loss": "reinforce", "top_p": 0.9, "top_k": 5}, {"top_p": 0.9, "top_k": 5, "kept_set_replayed": True},
+    {"loss": "reinforce", "top_p": 0.9, "top_k": 5},
     {"loss": "gspo", "clip": (3e-4, 4e-4)}, {"estimator": "gae", "lam": 1.0},
     {"dual_clip": 3.0, "updates_per_batch": 4}, {"loss": "cispo", "ceiling": 2.0, "updates_per_batch": 4},
     {"loss": "gspo", "updates_per_batch": 4}, {"max_staleness": 2}, {"importance": "off"},
