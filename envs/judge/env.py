@@ -13,6 +13,7 @@ from molt_gym.messages import Message, text_of
 from molt_gym.rewards import Reward
 
 from ..families import FamilyGenerator
+from ..thinking import without_thinking
 from .demonstrations import demonstrations
 from .tasks import Task, task_source
 
@@ -26,9 +27,9 @@ class JudgeEnv(ChatEnv):
     """Write what a task asks for; a judging model says how good it is.
 
     Tasks are generated, or the rows of a dataset: a column `prompt`, and if there are any `rubric` and `reference`. One
-    reply ends the episode. Its reward, from 0 to 1, is the judge's score; of a rubric with several criteria
-    `info["reward/NAME"]` tells each. `info["verdict"]` is the judge's reasoning. A judge that fails is a failure of the
-    env.
+    reply ends the episode; the judge is not shown what is thought in it. Its reward, from 0 to 1, is the judge's score;
+    of a rubric with several criteria `info["reward/NAME"]` tells each. `info["verdict"]` is the judge's reasoning. A
+    judge that fails is a failure of the env.
 
     Args:
         split: "train" or "test"; no generated task is in both.
@@ -91,7 +92,7 @@ class JudgeEnv(ChatEnv):
         Raises:
             EnvFailure: reason "judge".
         """
-        task, text = self._task, text_of(message)
+        task, text = self._task, without_thinking(text_of(message))
         if self._mode == "compare":
             found = self.judge.compare(task.prompt, text, task.reference, rubric=task.rubric)
             reward = Reward(found.score)

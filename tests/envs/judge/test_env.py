@@ -60,6 +60,14 @@ def test_compared_with_the_reference_in_both_orders(rows):
         played(index=1, judge=judge, mode="compare", **rows)
 
 
+@pytest.mark.parametrize(("reply", "shown"), [("<think>Loud.</think>Hoi.", True), ("<think>Loud. Hoi.", False)])
+def test_a_judge_is_not_shown_what_is_thought(rows, reply, shown):
+    judge = Scripted('{"score": 4}')
+    played(reply, judge=judge, **rows)
+    user = judge.asked[0][1]["content"]
+    assert "Loud." not in user and ("Hoi." in user) is shown
+
+
 def test_a_judge_that_fails_is_no_reward(rows):
     with pytest.raises(EnvFailure, match="^judge: .*malformed"):
         played(judge=Scripted("?", "?"), **rows)
