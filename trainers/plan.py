@@ -4,6 +4,7 @@ Invariants: nothing is started and no weights are read; what training would refu
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Cluster:
     gpus: int
     kind: str
     memory: float
-    cpus: float = float("inf")
+    cpus: int = sys.maxsize
 
     @classmethod
     def of(cls, text: str, gpus: str | None = None, nodes: int | None = None, memory: float | None = None) -> "Cluster":
@@ -65,7 +66,7 @@ class Cluster:
         if memory is None and kind.lower() not in MEMORY:
             raise ConfigError(f"--gpus: how much memory a {kind or 'GPU'} has is not known; write one of "
                               f"{', '.join(MEMORY)}, or --memory GIB")
-        cpus = float(said["cpus-per-task"]) if "cpus-per-task" in said else float("inf")
+        cpus = int(said.get("cpus-per-task", sys.maxsize))
         return cls(nodes or int(said.get("nodes", 1)), int(count), kind, memory or MEMORY[kind.lower()], cpus)
 
 

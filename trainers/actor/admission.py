@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
+from molt_gym.errors import ConfigError
+
 from . import memory
 from .memory import Plan, fit
 from .scoring import Scoring
@@ -39,9 +41,13 @@ def describe(spec: "ActorSpec") -> str:
 
 
 def planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
-    """The model in numbers, and how it is to be trained."""
+    """The model in numbers, and how it is to be trained. Raises ConfigError if its weights cannot be."""
     actor, scoring = spec.config.actor, Scoring.of(spec.config)
-    config = AutoConfig.from_pretrained(spec.path).get_text_config()
+    whole = AutoConfig.from_pretrained(spec.path)
+    if scheme := getattr(whole, "quantization_config", None):
+        raise ConfigError(f"model: {spec.path} is quantised ({scheme.get('quant_method')}), and its weights cannot be "
+                          "trained, nor have adapters; choose the same model in bfloat16")
+    config = whole.get_text_config()
     named = {name: getattr(config, name) for name in config.attribute_map}
     # A compiler keeps about as much by itself.
     kept = "selective" if actor.compile and actor.activation_checkpointing == "none" else actor.activation_checkpointing

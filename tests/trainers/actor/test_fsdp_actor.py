@@ -334,6 +334,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
             start(spec(model_path(tied=not tied))).load(tmp_path / f"{tied}")
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_model_of_quantised_weights_is_refused(
+    spec: Build, model_path: Callable[..., Path], tmp_path: Path, rank: int
+) -> None:
+    settings = json.loads((model_path() / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"is quantised \(fp8\).*choose the same model in bfloat16"):
+        LocalActor(spec(tmp_path, actor__lora__rank=rank))
+
+
 def test_an_actor_that_cannot_start_leaves_room_for_the_next(start: Start, spec: Build, tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError)):
         LocalActor(spec(tmp_path))
