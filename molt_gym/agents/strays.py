@@ -61,7 +61,9 @@ def _guarded() -> str:
             command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), f"{_MARK}={owner}"]
             # Who reads this process's output to its end does not wait for the guard.
             closed = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
-            os.posix_spawn(command[0], command, os.environ, file_actions=closed, setsid=True)
+            # Who ends this process by the mark of another one leaves it the guard.
+            environment = {name: value for name, value in os.environ.items() if name != _MARK}
+            os.posix_spawn(command[0], command, environment, file_actions=closed, setsid=True)
             _owner = owner
         return _owner
 

@@ -11,6 +11,7 @@ import pytest
 
 from molt_gym import EnvFailure, PromptTooLong
 from molt_gym.agents import CommandAgent, Result
+from molt_gym.agents.strays import end_all
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_ORG_ID", "DATABASE_URL", "ANTHROPIC_AUTH_TOKEN")
 
@@ -203,6 +204,24 @@ def test_nothing_that_a_program_started_outlives_a_script_that_ends_or_is_killed
         script.communicate(timeout=30)
     assert script.returncode == -number
     until(lambda: tagged(tag) + tagged(bare, "cmdline") == [])
+
+
+NESTED = """
+import os, subprocess, sys
+from molt_gym.agents.strays import marked
+environment, _ = marked(dict(os.environ))
+subprocess.run(["sleep", sys.argv[1]], env=environment, start_new_session=True)
+"""
+
+
+def test_what_a_program_that_is_ended_had_marked_itself_ends_too():
+    tag, bare = secrets.token_hex(8), f"60.{secrets.randbelow(10**9):09d}"
+    environment = {**os.environ, "MOLT_GYM_RUN": tag}
+    with subprocess.Popen([sys.executable, "-c", NESTED, bare], env=environment, start_new_session=True) as script:
+        until(lambda: len(tagged(bare, "cmdline")) == 2)
+        end_all(f"MOLT_GYM_RUN={tag}")
+        assert script.wait(10) == -signal.SIGKILL
+    until(lambda: tagged(bare, "cmdline") == [])
 
 
 async def test_a_program_that_used_up_the_context_is_cut_off(play):
