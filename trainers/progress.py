@@ -40,7 +40,7 @@ class _Lasting:
 
 
 class Progress:
-    """Prints one aligned, self-describing line a step, for logs; told by the loop what happened, from one thread.
+    """Prints one aligned, self-describing line a step, for logs; but for `message`, told from one thread what happened.
 
     Use it as a context manager.
     """
@@ -81,7 +81,9 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Something worth a line of its own; may come before `start`."""
-        print(text, file=self.stream, flush=True)
+        # In one go, as print does not: checkpoints are told of from another thread.
+        self.stream.write(f"{text}\n")
+        self.stream.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is over; `summary` is shown as name and value, a line each."""

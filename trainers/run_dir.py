@@ -123,7 +123,7 @@ class RunDir:
 
         A run resumed from the checkpoint of `step` then leaves the same files as one that was never interrupted.
         """
-        lines = [line for line in _whole_lines(self.metrics_path) if json.loads(line).get("step", 0) <= step]
+        lines = [line for line, record in _whole_lines(self.metrics_path) if record.get("step", 0) <= step]
         for file in self.rollouts_path.glob("step-*.jsonl"):
             if (number := file.stem.removeprefix("step-")).isdecimal() and int(number) > step:
                 file.unlink()
@@ -161,8 +161,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ConfigError: another line is no JSON object.
     """
     path = Path(path)
-    records = [json.loads(line) for line in _whole_lines(path / "metrics.jsonl" if path.is_dir() else path)]
-    return [{name: math.nan if value is None else value for name, value in record.items()} for record in records]
+    return [{name: math.nan if value is None else value for name, value in record.items()}
+            for _, record in _whole_lines(path / "metrics.jsonl" if path.is_dir() else path)]
 
 
 def _slug(name: str) -> str:
@@ -185,18 +185,21 @@ def _plain(name: str, value: Any) -> Any:
     raise TypeError(f"metric {name}: {value!r} is no number, string, boolean or None")
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """Lines end at a newline byte and nowhere else; ConfigError for a whole one that is no JSON object."""
+def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Lines, which end at a newline byte and nowhere else, with what they say; ConfigError if one is no JSON object."""
     *lines, rest = path.read_bytes().split(b"\n")
     if rest:
         warnings.warn(f"{path}: dropped the last line, which is cut off", stacklevel=3)
+    found = []
     for number, line in enumerate(lines, start=1):
         try:
-            if not isinstance(json.loads(line), dict):
+            record = json.loads(line)
+            if not isinstance(record, dict):
                 raise ValueError("no JSON object")
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}; mend that line, or remove it") from error
-    return lines
+        found.append((line, record))
+    return found
 
 
 class Hold:

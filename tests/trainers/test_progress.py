@@ -3,6 +3,8 @@ import math
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -71,6 +73,20 @@ def test_a_log_whose_reader_has_gone_does_not_end_the_run():
     Progress(stream).message("nobody listens")
     with pytest.raises(BrokenPipeError):
         stream.close()
+
+
+def test_lines_that_several_threads_tell_do_not_mix():
+    class Slow(io.StringIO):
+        def write(self, text):
+            count = super().write(text)
+            time.sleep(0.001)
+            return count
+
+    stream = Slow()
+    progress = Progress(stream)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(progress.message, ["a line"] * 40))
+    assert stream.getvalue() == "a line\n" * 40
 
 
 def test_a_log_of_another_encoding_gets_escapes_not_errors():
