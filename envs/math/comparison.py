@@ -36,7 +36,7 @@ _SPELLED = [(re.compile(pattern), latex) for pattern, latex in (
     (r"(?<![A-Za-z\\])sqrt(?=\s*\{)", r"\\sqrt"), (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "), (r"\\[dtc]frac", r"\\frac"), (r"\\varnothing", r"\\emptyset"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"), (r"\^\s*(\\frac\{[^{}]*\}\{[^{}]*\})", r"^{\1}"),
-    (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),    (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"))]
+    (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""), (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"))]
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _FACTOR = re.compile(r"(?<=[0-9])(?:\*|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))(?=[A-Za-z])")
 _CAPITAL = re.compile(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])")
@@ -44,7 +44,8 @@ _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s*\(?[A-Z]\b|\(?[A-Z
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[ ][0-9]{3})+)|[0-9]++)"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _VALUE = re.compile(
-    rf"""(?:(?:(?!.*\\n)[A-Za-z\\{{}}|+ ]+(?:_[0-9A-Za-z]|_\{{[0-9A-Za-z]+\}}|\^\{{-1\}})?(?:\([^()=<>]*\))?\s*)?
+    rf"""(?:(?:(?!.*(?:\\n|\bnot\b))[A-Za-z\\{{}}|+ ]+
+         (?:_[0-9A-Za-z]|_\{{[0-9A-Za-z]+\}}|\^\{{-1\}})?(?:\([^()=<>]*\))?\s*)?
        (?:=|\\(?:approx|sim)(?![A-Za-z]))\s*)?  (?P<sign>[-+]?)\s*
     (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{\s*(?P<top>-?{_DIGITS})\s*\}}|(?P<t>[0-9]))
         \s*(?:\{{\s*(?P<bottom>-?{_DIGITS})\s*\}}|(?P<b>[0-9]))
@@ -125,9 +126,11 @@ def number(text: str) -> tuple[Fraction, bool] | None:
             if value and name not in ("sign", "plain", "percent", "scale")}
     if match["plain"]:
         digits, again = re.sub("[, ]", "", match["plain"]), match["repeated"]
-        value = Fraction(digits)
+        value, (_, point, decimals) = Fraction(digits), digits.partition(".")
+        if again and not point:
+            return None
         if again:
-            value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits.partition(".")[2]))
+            value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(decimals))
         value *= Fraction(10) ** part.get("power", 0)
     else:
         top, bottom = (part.get(long, part.get(short)) for long, short in (("top", "t"), ("bottom", "b")))
@@ -163,8 +166,9 @@ def _large(small: re.Match[str]) -> str:
 
 
 def _name(text: str) -> str:
-    """Of what a text tells the value: "x" of "x=5"."""
-    return text.rpartition("=")[0].casefold()
+    """Of what a text tells the value, such as "x" of "x=5"; "" where that is told in words."""
+    name = text.rpartition("=")[0].casefold()
+    return "" if re.search("[a-z]{3}", name) else name
 
 
 def _spelled_out(text: str) -> str:
