@@ -1,8 +1,8 @@
 """The system calls that a sandboxed program is refused: ways around its limits, and large targets in the kernel.
 
-A new user namespace would give it rights over mounts of its own; System V memory, memory files and kernel keys are
-counted by no limit on a process; no namespace keeps it from the host's kernel log, and of all sockets only those of the
-families that are allowed here from others, such as vsock those of the machine under a virtual one.
+A new user namespace would give it rights over mounts of its own; System V memory, memory files, kernel keys and
+attributes of files are counted by no limit on a process or its folder; no namespace keeps it from the host's kernel
+log, nor from the machine under a virtual one (vsock) and others, but where sockets are of the families allowed here.
 """
 
 import errno
@@ -12,15 +12,15 @@ import struct
 __all__ = ["filter_program"]
 
 # AUDIT_ARCH, clone, socket, and the refused calls whose numbers differ: unshare, shmget, semget, msgget, memfd_create,
-# add_key, request_key, keyctl, bpf, userfaultfd, perf_event_open, syslog.
+# add_key, request_key, keyctl, bpf, userfaultfd, perf_event_open, syslog, setxattr, lsetxattr, fsetxattr.
 _MACHINES = {
-    "x86_64": (0xC000003E, 56, 41, (272, 29, 64, 68, 319, 248, 249, 250, 321, 323, 298, 103)),
-    "aarch64": (0xC00000B7, 220, 198, (97, 194, 190, 186, 279, 217, 218, 219, 280, 282, 241, 116)),
+    "x86_64": (0xC000003E, 56, 41, (272, 29, 64, 68, 319, 248, 249, 250, 321, 323, 298, 103, 188, 189, 190)),
+    "aarch64": (0xC00000B7, 220, 198, (97, 194, 190, 186, 279, 217, 218, 219, 280, 282, 241, 116, 5, 6, 7)),
 }
 # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK.
 _FAMILIES = (1, 2, 10, 16)
-# io_uring_setup, memfd_secret.
-_EVERYWHERE = (425, 447)
+# io_uring_setup, memfd_secret, setxattrat.
+_EVERYWHERE = (425, 447, 463)
 _CLONE3 = 435
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000

@@ -339,6 +339,20 @@ class TestResources:
         code = f"import ctypes; print(ctypes.CDLL(None, use_errno=True).{call}, ctypes.get_errno())"
         assert bubblewrap.run(code).stdout == "-1 1\n"
 
+    def test_no_memory_is_had_by_attributes_of_files(self, bubblewrap):
+        code = """if 1:
+            import os, shutil
+            open("x", "w").close()
+            for file in ("x", os.open("x", os.O_RDWR)):
+                try:
+                    os.setxattr(file, "user.a", bytes(60_000))
+                    print("set")
+                except PermissionError:
+                    print("refused")
+            shutil.copy2("x", "y")
+        """
+        assert bubblewrap.run(code).stdout == "refused\nrefused\n"
+
     def test_a_new_user_namespace_cannot_be_cloned(self, bubblewrap):
         code = "import ctypes; print(ctypes.CDLL(None).syscall({}, 0x10000000 | 17, 0, 0, 0, 0))"
         number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
