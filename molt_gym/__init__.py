@@ -118,7 +118,8 @@ def train(
     """
     from .trainers import api
 
-    return api.train(env, model, out=out, steps=steps, seed=seed, curriculum=curriculum, config=config, **overrides)
+    return api.train_with({}, env, model, out=out, steps=steps, seed=seed, curriculum=curriculum, config=config,
+                          **overrides)
 
 
 def sft(

@@ -157,6 +157,10 @@ def _rollout(options: argparse.Namespace, rest: list[str]) -> int:
         for episode in range(options.n):
             play(env, seed=(options.seed or 0) + episode, env_kwargs=kwargs, console=console)
         return OK
+    if options.out is not None:
+        # Now, rather than when all is played.
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).open("ab").close()
     import molt_gym
 
     trajectories = molt_gym.rollout(

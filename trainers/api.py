@@ -59,11 +59,6 @@ class TrainResult:
     best: Path | None
 
 
-def train(env: str | Mapping[str, Any], model: str | os.PathLike[str] | None = None, **options: Any) -> TrainResult:
-    """See `molt_gym.train`."""
-    return train_with({}, env, model, **options)
-
-
 def train_with(
     default: Mapping[str, Any],
     /,
@@ -77,7 +72,7 @@ def train_with(
     config: Settings = None,
     **overrides: Any,
 ) -> TrainResult:
-    """The same; settings in `default` lie below all others."""
+    """See `molt_gym.train`; settings in `default` lie below all others."""
     if isinstance(env, Mapping):
         weights = {name: entry if isinstance(entry, Mapping) else {"weight": entry} for name, entry in env.items()}
         env, overrides = "+".join(env), {"mixture": weights, **overrides}

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +19,38 @@ from .run_dir import Hold
 from .scores import TaskScore
 
 
-class EvalDir:
-    """A folder for evaluations in any number of envs, held by this process until `close`.
+@contextmanager
+def eval_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder for evaluations in any number of envs, held by this process within.
 
     Raises:
         ConfigError: it cannot be made, or a live process is writing to it.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"out: cannot make {path}: {error.strerror}; choose another folder") from error
-        self._lock = Hold(self.path)
-        recover(self.path)
-
-    def log(self, env: str, settings: Mapping[str, Any]) -> "EvalLog":
-        """The table of an env, begun or gone on with.
-
-        Raises:
-            ConfigError: the env was evaluated here with other settings, which are named.
-        """
-        return EvalLog(self.path / re.sub(r"[^\w.-]+", "-", env), settings)
-
-    def close(self) -> None:
-        """Let another process have the folder."""
-        self._lock.close()
-
-    def __enter__(self) -> "EvalDir":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: cannot make {path}: {error.strerror}; choose another folder") from error
+    with closing(Hold(folder)):
+        recover(folder)
+        yield folder
 
 
 class EvalLog:
-    """The table of one env: `stem`.jsonl, a JSON object a task in the order in which they ended; see `TaskScore.row`.
+    """The table of one env: ENV.jsonl, a JSON object a task in the order in which they ended; see `TaskScore.row`.
 
-    stem.json has the settings.
+    ENV.json has the settings.
+
+    Raises:
+        ConfigError: the env was evaluated in this folder with other settings, which are named.
     """
 
-    def __init__(self, stem: Path, settings: Mapping[str, Any]) -> None:
-        file, self.path = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.jsonl")
+    def __init__(self, folder: Path, env: str, settings: Mapping[str, Any]) -> None:
+        name = re.sub(r"[^\w.-]+", "-", env)
+        file, self.path = folder / f"{name}.json", folder / f"{name}.jsonl"
         wanted = json.loads(json.dumps(settings))
         if file.exists():
-            _compare(dict(_flat(json.loads(file.read_text(encoding="utf-8")))), dict(_flat(wanted)), stem.parent)
+            _compare(dict(_flat(json.loads(file.read_text(encoding="utf-8")))), dict(_flat(wanted)), folder)
         else:
             self.path.unlink(missing_ok=True)
             with atomic_path(file) as temporary:

@@ -24,9 +24,9 @@ from .progress import Progress
 from .rollout.pool import Plan, Pool, TaskStream
 from .rollout.runner import Runner
 from .run_dir import RunDir
-from .scores import EvalResult, TaskScore, pass_at_k, summarize, summary
+from .scores import EvalResult, TaskScore, pass_at_k, summary
 
-__all__ = ["EvalResult", "Evaluations", "evaluate", "held_out_kwargs", "pass_at_k", "summarize"]
+__all__ = ["EvalResult", "Evaluations", "evaluate", "held_out_kwargs", "pass_at_k"]
 
 HELD_OUT = {"split": "test"}
 """What an env with a `split` argument is made with for evaluation."""

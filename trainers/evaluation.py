@@ -19,7 +19,7 @@ from molt_gym.policy import EndpointPolicy, Policy, PolicyFunction, as_policy
 from .api import Settings, configure, load, open_sampler
 from .checkpoint import STATE
 from .config import Config, EvalConfig
-from .eval_log import EvalDir, EvalLog
+from .eval_log import EvalLog, eval_folder
 from .evaluate import EvalResult
 from .export import export, find_checkpoint
 from .interrupts import run
@@ -72,7 +72,7 @@ def evaluate(
         saved = None
         if isinstance(who, str | os.PathLike) and (saved := _checkpoint(Path(who))) is not None:
             who = export(saved, Path(stack.enter_context(TemporaryDirectory(prefix="molt-gym-")), "model"))
-        folder = stack.enter_context(EvalDir(out)) if out is not None else None
+        folder = stack.enter_context(eval_folder(out)) if out is not None else None
         parts = [_part(name, who, saved, config, given, folder) for name in ids]
         results = run(_play(parts, sizes))
     return results[0] if isinstance(env, str) else dict(zip(ids, results, strict=True))
@@ -94,7 +94,7 @@ def _checkpoint(path: Path) -> Path | None:
 
 
 def _part(
-    env: str, who: Any, saved: Path | None, config: Settings, given: Mapping[str, Any], folder: EvalDir | None
+    env: str, who: Any, saved: Path | None, config: Settings, given: Mapping[str, Any], folder: Path | None
 ) -> _Part:
     """saved: the checkpoint whose model `who` is."""
     # Greedy attempts are all the same.
@@ -111,7 +111,7 @@ def _part(
         player = endpoint_policy(who, settings) if isinstance(who, _Endpoint) else as_policy(who)
         told = ({"endpoint": who.url, "endpoint_model": who.model} if isinstance(who, _Endpoint)
                 else {"policy": getattr(who, "__qualname__", type(who).__qualname__)})
-    return _Part(settings, player, folder.log(env, _settings(settings) | told) if folder else None)
+    return _Part(settings, player, EvalLog(folder, env, _settings(settings) | told) if folder else None)
 
 
 def endpoint_policy(endpoint: _Endpoint, config: Config) -> EndpointPolicy:

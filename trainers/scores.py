@@ -106,12 +106,6 @@ class EvalResult:
             "episodes": self.episodes} | result_rates(self.trajectories)
 
 
-def summarize(env: str, groups: Sequence[Sequence[Trajectory]], k: int) -> EvalResult:
-    """The scores of groups of attempts, a group a task."""
-    return summary(env, [TaskScore.of(group) for group in groups], k,
-                   trajectories=[trajectory for group in groups for trajectory in group])
-
-
 def summary(
     env: str, tasks: Sequence[TaskScore], k: int, sizes: Iterable[int] = (), trajectories: Sequence[Trajectory] = ()
 ) -> EvalResult:

@@ -88,8 +88,6 @@ def _load(
     below = {"actor": (preset or {}).get("actor", {})}
     if earlier is not None:
         below = merge(below, load_settings(SftConfig, {}, file=earlier).model_dump(exclude_none=True))
-    if isinstance(config, Mapping):
-        return load_settings(SftConfig, given, preset=merge(below, config), overrides=overrides)
     return load_settings(SftConfig, given, file=config, preset=below, overrides=overrides)
 
 

@@ -158,6 +158,7 @@ def test_train_passes_options_and_settings_on(called):
         (["rollout", "CodeExec-v0", "--human", "--model", "tiny"], "--model tiny has no effect with --human"),
         (["rollout", "CodeExec-v0", "--human", "--out", "x.jsonl"], "--out x.jsonl has no effect with --human"),
         (["rollout", "CodeExec-v0", "-n", "0"], "-n 0: write how many"),
+        (["export", "nowhere", "--out", "x", "--step", "last"], "step: 'last' is none of a run"),
         # Before a model is fetched, so none has to be there.
         (["sft", "nowhere.jsonl", "--model", "no/such"], "data: there is no file nowhere.jsonl"),
         (["train", "CodeExec-v0", "--model", "no/such", "--engine", "vllm", "--rollout.engine-args.max_modl_len", "9"],
@@ -213,6 +214,16 @@ def test_errors_become_exit_codes_and_one_line(error, code, monkeypatch, capsys)
     assert main(["train", "CodeExec-v0"]) == code
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and (str(error) or "interrupted") in text
+
+
+def test_where_rollouts_go_is_tried_before_they_are_played(called, tmp_path, capsys):
+    assert main(["rollout", "CodeExec-v0", "--model", "tiny", "--out", str(tmp_path)]) == 1
+    assert "Is a directory" in capsys.readouterr().err and not called
+    (tmp_path / "file").touch()
+    assert main(["rollout", "CodeExec-v0", "--model", "tiny", "--out", str(tmp_path / "file" / "x.jsonl")]) == 1
+    assert not called
+    assert main(["rollout", "CodeExec-v0", "--model", "tiny", "--out", str(tmp_path / "new" / "x.jsonl")]) == 0
+    assert len(called) == 1
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

@@ -15,19 +15,24 @@ from molt_gym import EnvFailure, RunFailed, Turn, as_policy
 from molt_gym.tokens import Failure, Sampling, Trajectory
 from molt_gym.trainers.checkpoint import best_checkpoint
 from molt_gym.trainers.config import load_config
-from molt_gym.trainers.evaluate import Evaluations, evaluate, held_out_kwargs, pass_at_k, summarize
+from molt_gym.trainers.evaluate import Evaluations, evaluate, held_out_kwargs, pass_at_k
 from molt_gym.trainers.rollout.gate import WaveGate
 from molt_gym.trainers.rollout.pool import TaskStream
 from molt_gym.trainers.rollout.runner import Limits, Runner
 from molt_gym.trainers.rollout.seats import PolicySeat, TokenSeat
 from molt_gym.trainers.rollout.transformers_engine import TransformersEngine
 from molt_gym.trainers.run_dir import RunDir
+from molt_gym.trainers.scores import TaskScore, summary
 
 
 def attempts(*rewards):
     """One task's attempts; None is one that failed."""
     return [Trajectory("Test-v0", 0, reward=reward, failure=Failure("judge", "", "") if reward is None else None)
             for reward in rewards]
+
+
+def tasks(*groups):
+    return [TaskScore.of(group) for group in groups]
 
 
 @pytest.fixture
@@ -55,7 +60,7 @@ def test_pass_at_k_is_the_unbiased_estimator(n, c, k, value):
 
 
 def test_pass_at_one_and_at_k_are_means_over_tasks():
-    result = summarize("Test-v0", [attempts(1, 0, 0, 0), attempts(1, 1, 1, 1), attempts(0, 0.9, 0, 0)], 4)
+    result = summary("Test-v0", tasks(attempts(1, 0, 0, 0), attempts(1, 1, 1, 1), attempts(0, 0.9, 0, 0)), 4)
     assert result.pass_at == pytest.approx({1: (0.25 + 1 + 0) / 3, 4: 2 / 3})
     assert result.reward_mean == pytest.approx(5.9 / 12)
     assert result.metrics() == pytest.approx({"pass_at_1": 1.25 / 3, "pass_at_4": 2 / 3, "pass_hat_4": 1 / 3,
@@ -77,12 +82,12 @@ def test_the_best_checkpoint_can_be_marked_by_several_threads(tmp_path):
 
 
 def test_the_mean_of_rewards_whose_sum_is_too_large_is_none_the_less_theirs():
-    result = summarize("Test-v0", [attempts(-1.5e308, -1.5e308), attempts(-1.5e308, -1.5e308)], 2)
+    result = summary("Test-v0", tasks(attempts(-1.5e308, -1.5e308), attempts(-1.5e308, -1.5e308)), 2)
     assert result.reward_mean == -1.5e308
 
 
 def test_a_failed_attempt_is_no_score_of_zero():
-    result = summarize("Test-v0", [attempts(1, None), attempts(0, 0), attempts(None, None)], 2)
+    result = summary("Test-v0", tasks(attempts(1, None), attempts(0, 0), attempts(None, None)), 2)
     assert result.pass_at == {1: 0.5, 2: 0.0}
     assert result.reward_mean == pytest.approx(1 / 3) and result.failures == {"judge": 3}
 

@@ -2,7 +2,7 @@ import pytest
 
 from molt_gym.tokens import Trajectory
 from molt_gym.trainers.game_metrics import game_metrics, result_rates
-from molt_gym.trainers.scores import summarize
+from molt_gym.trainers.scores import TaskScore, summary
 
 
 def game(seat, reward, opponent, result=None):
@@ -30,6 +30,8 @@ def test_games_that_were_cut_have_no_result() -> None:
 
 
 def test_an_evaluation_tells_the_results_too() -> None:
-    metrics = summarize("Chess-v0", [[played] for played in PLAYED[:3]], 1).metrics()
+    games = PLAYED[:3]
+    metrics = summary("Chess-v0", [TaskScore.of([game]) for game in games], 1, trajectories=games).metrics()
     assert metrics["loss"] == pytest.approx(1 / 3) and metrics["pass_at_1"] == pytest.approx(1 / 3)
-    assert "loss" not in summarize("Math-v0", [[Trajectory("Math-v0", 1, reward=1.0)]], 1).metrics()
+    other = Trajectory("Math-v0", 1, reward=1.0)
+    assert "loss" not in summary("Math-v0", [TaskScore.of([other])], 1, trajectories=[other]).metrics()

@@ -98,6 +98,12 @@ def test_a_local_folder_is_taken_as_it_is(folder):
     assert (resolved.path, resolved.preset, said) == (folder, {}, [resolved.note])
 
 
+def test_the_folder_of_a_run_is_told_from_that_of_its_model(folder):
+    folder.rename(folder.parent / "model")
+    with pytest.raises(ConfigError, match=f"is that of a run; give its model, {folder.parent}"):
+        resolve_model(str(folder.parent), env="CodeExec-v0")
+
+
 @pytest.mark.parametrize(("lacking", "complaint"), [
     ("config.json", "has no config.json; give the folder"),
     ("model.safetensors", "has no .*weights; save"),

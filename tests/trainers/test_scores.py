@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from molt_gym.tokens import Failure, Row, Trajectory
-from molt_gym.trainers.scores import TaskScore, interval, pass_at_k, pass_hat_k, summarize, summary
+from molt_gym.trainers.scores import TaskScore, interval, pass_at_k, pass_hat_k, summary
 
 
 def attempts(*rewards, index=0, tokens=2):
@@ -46,7 +46,7 @@ def test_several_sizes_are_told_of_the_same_attempts():
 
 
 def test_the_mean_is_over_tasks_and_not_over_the_attempts_that_happened_to_end():
-    result = summarize("Test-v0", [attempts(1, 1, 1), attempts(0, None, None)], 3)
+    result = summary("Test-v0", [TaskScore.of(attempts(1, 1, 1)), TaskScore.of(attempts(0, None, None))], 3)
     assert (result.mean_at, result.reward_mean) == ({3: 0.5}, 0.75)
 
 
@@ -73,7 +73,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
 
 def test_values_that_are_neither_passes_nor_different_tell_no_interval():
     assert interval([0.5]) is None and interval([]) is None and interval([0.5] * 9) is None
-    assert "mean_at_2" not in summarize("Test-v0", [attempts(1, 0)], 2).intervals
+    assert "mean_at_2" not in summary("Test-v0", [TaskScore.of(attempts(1, 0))], 2).intervals
 
 
 def test_a_row_of_the_table_reads_back_and_shows_counts_and_means_first():

@@ -52,6 +52,8 @@ def download(repo: str, say: Callable[[str], None]) -> Path:
 
 def missing_from(folder: Path) -> str | None:
     """What keeps a folder from being a model for chats, with the remedy; None if nothing does."""
+    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+        return f"is that of a run; give its model, {folder / 'model'}"
     if not (folder / "config.json").is_file():
         return "has no config.json; give the folder that save_pretrained wrote"
     index = folder / "model.safetensors.index.json"
