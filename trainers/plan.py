@@ -39,6 +39,9 @@ little."""
 ALONE = 0.92
 """Share of a GPU's memory that vLLM takes if it is not told otherwise."""
 
+_SHORT = {"N": "nodes", "c": "cpus-per-task"}
+"""Slurm's own short names of what is read."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -55,10 +58,15 @@ class Cluster:
         """What the arguments say, and where they are None the `#SBATCH` lines of a recipe.
 
         Raises:
-            ConfigError: how many GPUs a node has, or their memory, is not known.
+            ConfigError: how many nodes there are or GPUs a node has, or their memory, is not known.
         """
-        said = dict(re.findall(r"^#SBATCH +--([\w-]+)=(\S+)", text, re.MULTILINE))
-        gpus = gpus or said.get("gpus-per-node") or said.get("gres", "").removeprefix("gpu:")
+        said = {name or _SHORT.get(short, short): value for name, short, value in re.findall(
+            r"^#SBATCH\s+(?:--([\w-]+)[=\s]|-(\w))\s*(\S+)", text, re.MULTILINE)}
+        for name in _SHORT.values():
+            if not said.get(name, "1").isdecimal():
+                raise ConfigError(f"#SBATCH --{name}: got {said[name]!r}; write one number")
+        devices = [part.removeprefix("gpu:") for part in said.get("gres", "").split(",") if part.startswith("gpu:")]
+        gpus = gpus or said.get("gpus-per-node") or "".join(devices[:1])
         kind, _, count = gpus.rpartition(":")
         if not count.isdecimal() or not int(count):
             raise ConfigError(f"--gpus: got {gpus!r}; write KIND:COUNT, such as h200:8, there or in the file as "
@@ -67,7 +75,8 @@ class Cluster:
             raise ConfigError(f"--gpus: how much memory a {kind or 'GPU'} has is not known; write one of "
                               f"{', '.join(MEMORY)}, or --memory GIB")
         cpus = int(said.get("cpus-per-task", sys.maxsize))
-        return cls(nodes or int(said.get("nodes", 1)), int(count), kind, memory or MEMORY[kind.lower()], cpus)
+        return cls(int(said.get("nodes", 1)) if nodes is None else nodes, int(count), kind,
+                   MEMORY[kind.lower()] if memory is None else memory, cpus)
 
 
 def plan(path: Path, overrides: Mapping[str, Any] | None = None, *, gpus: str | None = None, nodes: int | None = None,

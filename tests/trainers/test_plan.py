@@ -49,6 +49,19 @@ def test_the_command_says_what_goes_where_and_how_long_a_step_takes(run, capsys)
     assert "an engine at" in said
 
 
+@pytest.mark.parametrize("lines", [
+    ["--nodes=3", "--gpus-per-node=h200:8"], ["-N 3", "--gpus-per-node h200:8"], ["-N3", "--gres=nvme:1,gpu:h200:8"]])
+def test_lines_for_slurm_are_read_as_slurm_reads_them(run, lines):
+    run.write_text("".join(f"#SBATCH {line}\n" for line in lines) + RUN)
+    assert "devices   3 × 8 h200 of 139.8 GiB: " in plan(run)
+
+
+def test_a_range_of_nodes_is_refused(run):
+    run.write_text("#SBATCH --nodes=2-4\n#SBATCH --gpus-per-node=h200:8\n" + RUN)
+    with pytest.raises(ConfigError, match="#SBATCH --nodes: got '2-4'; write one number"):
+        plan(run)
+
+
 def test_settings_of_the_command_line_win(run, capsys):
     assert main(["plan", str(run), "--gpus", "h200:4", "--rollout.max-staleness", "2"]) == 0
     assert "staleness at most 2, some 2.0 on average" in capsys.readouterr().out
