@@ -14,6 +14,7 @@ __all__ = ["KINDS", "Actions", "Wanted", "actions_of", "describe", "tool_text", 
 KINDS = ("text", "tool", "mcp")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NOTHING = (None, "", [], {})
+_CHOICES = {"enum", "const"}
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,18 @@ def actions_of(schema: dict[str, Any], kind: str = "auto") -> Actions:
     """
     fields = {name: field for name, field in (schema.get("properties") or {}).items() if name != "metadata"}
     required = [name for name in schema.get("required") or () if name in fields]
-    texts = [name for name in required if fields[name].get("type") == "string" and not fields[name].get("enum")]
+    needed = required or list(fields)
+    is_text = len(needed) == 1 and fields[needed[0]].get("type") == "string" and not fields[needed[0]].keys() & _CHOICES
     if kind == "auto":
         calls = not fields or {"tool_name", "arguments"} <= fields.keys()
-        kind = "mcp" if calls else "text" if texts == list(fields) else "tool"
+        kind = "mcp" if calls else "text" if is_text and len(fields) == 1 else "tool"
     if kind == "mcp":
         return Actions("mcp")
     if kind == "text":
-        if texts != required or len(texts) != 1:
+        if not is_text:
             raise ConfigError("action: 'text' needs an action with one string to fill in; the server's have the fields "
                               f"{', '.join(fields)}; write 'tool', or a module:function that makes an action of a text")
-        return Actions("text", texts[0])
+        return Actions("text", needed[0])
     if kind != "tool":
         raise ConfigError(f"action: {kind!r}; write 'auto', {', '.join(map(repr, KINDS))}, or a module:function that "
                           "makes an action of a text")

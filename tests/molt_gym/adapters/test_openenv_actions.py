@@ -26,6 +26,9 @@ def test_the_schema_says_how_actions_are_written():
     assert {kind: actions_of(given).kind for kind, given in kinds.items()} == {kind: kind for kind in KINDS}
     assert actions_of(schema([])).kind == "mcp" and actions_of(schema(["n"], n=NUMBER)).kind == "tool"
     assert actions_of(schema(["c"], c=TEXT | {"enum": ["a", "b"]})).kind == "tool"
+    assert actions_of(schema(["path", "words"], path=TEXT, words=TEXT)).kind == "tool"
+    assert actions_of(schema(["c"], c=TEXT | {"const": "go"})).kind == "tool"
+    assert actions_of(schema([], message=TEXT | {"default": ""})) == Actions("text", "message")
     assert actions_of(kinds["tool"], "text") == Actions("text", "code")
     assert actions_of(kinds["tool"]).tools[0]["function"]["name"] == "act"
 
