@@ -185,14 +185,31 @@ def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """An argument that is declared a string stays text; another one is read as JSON where it is JSON."""
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
-    value = _json(text)
-    return text if value is _NO_JSON else value
+    """An argument that may be a string, and is of no other type that it may have, stays text; else it is read as JSON.
+
+    So are Python's words for true, false and null, as many templates write these in history.
+    """
+    types, word = _types(schema), text.strip()
+    value = _PYTHON[word] if word in _PYTHON else _json(text)
+    keeps = "string" in types and types.isdisjoint(_NAMES.get(type(value), ()))
+    return text if keeps or value is _NO_JSON else value
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema allows, as far as it tells."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named, choices = schema.get("type"), (schema.get("anyOf") or schema.get("oneOf"), schema.get("enum"))
+    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    schemas, values = (choice if isinstance(choice, list) else [] for choice in choices)
+    return types.union(*map(_types, schemas), *(_NAMES.get(type(value), ("string",)) for value in values))
 
 
 _NO_JSON = object()
+_PYTHON = {"True": True, "False": False, "None": None}
+_NAMES = {bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
+          dict: ("object",), list: ("array",)}
+"""What a schema calls the types of JSON, but for strings, which need no quotes here."""
 _decoder = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*(?:;\s*|\Z)")

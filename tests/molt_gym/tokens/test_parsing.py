@@ -139,6 +139,26 @@ def test_calls_in_tags_are_read_with_the_types_of_the_schema(renderer_of):
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"text": "1", "n": 3, "other": "x\ny"}
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "expected"),
+    [
+        ({"type": "boolean"}, "False", False), ({"type": "boolean"}, "true", True), ({}, "None", None),
+        ({"type": "string"}, "False", "False"), ({"type": "string"}, '"5"', '"5"'), (OPTIONAL, "5", "5"),
+        (OPTIONAL, "None", None), (OPTIONAL, "null", None), ({"type": ["string", "null"]}, "[1]", "[1]"),
+        ({"type": ["string", "integer"]}, "5", 5), ({"type": ["string", "number"]}, "5", 5),
+        ({"enum": ["1"]}, "1", "1"), ({"enum": [1, "a"]}, "1", 1), ({"oneOf": [{"type": "array"}]}, "[1]", [1]),
+        ({"type": 3, "anyOf": "no", "enum": None}, "1", 1), ("no schema", "1", 1), ({"type": [["string"]]}, "1", 1),
+    ],
+)
+def test_an_argument_in_tags_is_of_a_type_that_its_schema_allows(schema, written, expected):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    text = f"<tool_call><function=f><parameter=a>\n{written}\n</parameter></function></tool_call>"
+    assert calls_of(parse_reply(text, tools=tools)) == [("f", {"a": expected})]
+
+
 def calls_of(message) -> list[tuple]:
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
