@@ -146,6 +146,8 @@ def _plain(text: str) -> str:
     if not text.isascii():
         text = _ROOT.sub(r"\\sqrt{\1}", _SMALL.sub(_large, text).translate(_CHARACTERS))
         text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
+    if "begin" not in text:  # where two backslashes end a row, and have not been escaped twice
+        text = re.sub(r"\\{2,}(?=[A-Za-z])", r"\\", text)
     text = _POWER_OF_UNIT.sub(r"\1", _NO_MEANING.sub("", text.replace("~", " "))).replace(";", ", ")
     text = _EXPONENT.sub(r"\\cdot 10^{\1}", text)
     for spelling, latex in _SPELLED:
