@@ -84,7 +84,8 @@ class TokenRespondent:
         prompt = await self._prepare(call, self._rules.max_context)
         room = self._rules.max_context - len(prompt.ids)
         if room <= 0:
-            raise self._too_long(f"{len(prompt.ids)} tokens")
+            raise PromptTooLong(f"the prompt has {len(prompt.ids)} tokens, which leaves no room for a reply in a "
+                                f"context of {self._rules.max_context} (rollout.max_context)")
         sampling, ignored = self._sampling(call, room)
         first, self._asked = self._asked, self._asked + call.n
         ids = list(prompt.ids)
@@ -108,10 +109,6 @@ class TokenRespondent:
             raise
         except ValueError as error:
             raise WireError("invalid_request", str(error), param="messages", code="invalid_value") from error
-
-    def _too_long(self, length: str) -> PromptTooLong:
-        return PromptTooLong(f"the prompt has {length}, which leaves no room for a reply in a context of "
-                             f"{self._rules.max_context} (rollout.max_context)")
 
     def _sampling(self, call: Call, room: int) -> tuple[Sampling, tuple[str, ...]]:
         run = self._rules.sampling

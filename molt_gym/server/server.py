@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20
-"""Bytes of the largest request body by default."""
+"""Bytes of the largest request body."""
+MODEL = "policy"
+"""The name that /v1/models lists; requests may send any."""
 BODY_TIMEOUT = 60.0
 """Seconds that a body may take to arrive."""
 OPEN_FILES = 65_536
@@ -55,9 +57,7 @@ class LoopbackServer:
             `public_url` how they reach it.
         port: 0 takes a free one.
         public_url: what clients are told, such as "http://host.docker.internal:8000"; by default made of host and port.
-        model: the name that /v1/models lists.
         timeout: seconds for one answer; None for no end. Less than the 600 s after which SDKs give up and ask again.
-        max_body: bytes of the largest request body.
     """
 
     threads: ThreadPoolExecutor
@@ -66,11 +66,10 @@ class LoopbackServer:
     """Answers what is asked under /sessions, for those who have its key."""
 
     def __init__(
-        self, *, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None, model: str = "policy",
-        timeout: float | None = 570.0, max_body: int = MAX_BODY,
+        self, *, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None, timeout: float | None = 570.0,
     ) -> None:
         self._host, self._bound, self._port, self._public_url = host, host, port, public_url
-        self._model, self._timeout, self._max_body = model, timeout, max_body
+        self._timeout = timeout
         self._sessions: dict[str, Session] = {}
         self._runner: web.ServerRunner | None = None
         self.threads = ThreadPoolExecutor(2, "molt-gym-encode")
@@ -163,7 +162,7 @@ class LoopbackServer:
                 call = _MESSAGES.parse_count(fields, session.memory("/v1/messages")).call
                 return _json(_MESSAGES.count(await session.count(call)))
             if f"{path}/".startswith("/v1/models/") and request.method == "GET":
-                return _json(self._models(path.removeprefix("/v1/models").lstrip("/"), wire is _MESSAGES))
+                return _json(_models(path.removeprefix("/v1/models").lstrip("/"), wire is _MESSAGES))
             raise _no_such_route(request.method, path)
         except WireError as error:
             return _error(wire, error)
@@ -183,30 +182,26 @@ class LoopbackServer:
         return session
 
     async def _body(self, request: web.BaseRequest) -> bytes:
-        if (request.content_length or 0) > self._max_body:
-            raise self._too_large()
+        if (request.content_length or 0) > MAX_BODY:
+            raise _too_large()
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        if request.content.is_eof() and request.content.total_bytes <= self._max_body:
+        if request.content.is_eof() and request.content.total_bytes <= MAX_BODY:
             return request.content.read_nowait()
         parts, size = [], 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 async for part in request.content.iter_any():
                     size += len(part)
-                    if size > self._max_body:
-                        raise self._too_large()
+                    if size > MAX_BODY:
+                        raise _too_large()
                     parts.append(part)
         except TimeoutError:
             raise WireError("invalid_request", f"body: did not arrive within {BODY_TIMEOUT:g} s") from None
         except web.RequestPayloadError as error:
             raise WireError("invalid_request", "body: cannot be read: " + " ".join(str(error).split())) from None
         return b"".join(parts)
-
-    def _too_large(self) -> WireError:
-        return WireError("too_large", f"body: has more than {self._max_body} bytes; send less, or raise max_body",
-                         code="request_too_large")
 
     async def _complete(self, request: web.BaseRequest, wire: Wire, session: Session, path: str) -> web.StreamResponse:
         body = await self._body(request)
@@ -221,18 +216,6 @@ class LoopbackServer:
         completion = await work
         return _json(wire.reply(parsed, completion, memory), headers_of(completion))
 
-    def _models(self, name: str, anthropic: bool) -> dict[str, Any]:
-        if name not in ("", self._model):
-            raise WireError("not_found", f"model {name!r}: there is one, {self._model!r}", code="model_not_found")
-        if anthropic:
-            entry = {"type": "model", "id": self._model, "display_name": self._model,
-                     "created_at": "1970-01-01T00:00:00Z"}
-            page = {"data": [entry], "has_more": False, "first_id": self._model, "last_id": self._model}
-        else:
-            entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "molt-gym"}
-            page = {"object": "list", "data": [entry]}
-        return entry if name else page
-
 
 def _allow_open_files() -> None:
     """A few hundred agents have more sockets open than the usual soft limit of 1,024 files."""
@@ -240,6 +223,19 @@ def _allow_open_files() -> None:
     enough = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+
+
+def _models(name: str, anthropic: bool) -> dict[str, Any]:
+    if name not in ("", MODEL):
+        raise WireError("not_found", f"model {name!r}: there is one, {MODEL!r}", code="model_not_found")
+    if anthropic:
+        entry = {"type": "model", "id": MODEL, "display_name": MODEL,
+                 "created_at": "1970-01-01T00:00:00Z"}
+        page = {"data": [entry], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    else:
+        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "molt-gym"}
+        page = {"object": "list", "data": [entry]}
+    return entry if name else page
 
 
 def _keys(request: web.BaseRequest) -> list[str]:
@@ -261,6 +257,11 @@ def _json(value: Any, headers: dict[str, str] | None = None, status: int = 200) 
 def _error(wire: Wire, error: WireError) -> web.Response:
     headers = {"x-should-retry": "true" if error.retry else "false"} | ({CODE_HEADER: error.code} if error.code else {})
     return _json(wire.error(error), headers, error.status)
+
+
+def _too_large() -> WireError:
+    return WireError("too_large", f"body: has more than {MAX_BODY} bytes; send less",
+                     code="request_too_large")
 
 
 def _no_such_route(method: str, path: str) -> WireError:

@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from molt_gym.server.server import LoopbackServer
+from molt_gym.server import server as server_module
 
 OK = {"role": "user", "content": "ok"}
 BODY = {"model": "m", "messages": [OK], "input": [OK], "max_tokens": 64}
@@ -57,12 +57,14 @@ async def test_a_body_that_cannot_be_read_is_a_400_and_the_session_goes_on(agent
 
 
 @every_wire
-async def test_a_body_above_the_cap_is_a_413_whether_its_size_was_declared_or_not(respondent_of, engine, wire, name):
+async def test_a_body_above_the_cap_is_a_413_whether_its_size_was_declared_or_not(
+        respondent_of, engine, wire, name, server, monkeypatch):
     async def chunks():
         for _ in range(4):
             yield b" " * 100
 
-    async with LoopbackServer(max_body=len(WHOLE)) as server, aiohttp.ClientSession() as client:
+    monkeypatch.setattr(server_module, "MAX_BODY", len(WHOLE))
+    async with aiohttp.ClientSession() as client:
         session = server.open(respondent_of())
         assert (await wire.post(session, wire.paths[name], WHOLE))[0] == 200
         status, _, body = await wire.post(session, wire.paths[name], WHOLE + b" ")
@@ -80,8 +82,8 @@ async def test_a_body_above_the_cap_is_a_413_whether_its_size_was_declared_or_no
         await sdk.close()
 
 
-async def test_an_sdk_that_sends_far_too_much_is_told_so(agent_of, server, engine, wire):
-    server._max_body = 2**20
+async def test_an_sdk_that_sends_far_too_much_is_told_so(agent_of, engine, wire, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_BODY", 2**20)
     agent = agent_of(max_retries=2)
     for name in wire.names:
         with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match="more than 1048576") as refused:
@@ -90,12 +92,11 @@ async def test_an_sdk_that_sends_far_too_much_is_told_so(agent_of, server, engin
     assert engine.received == [] and wire.text_of(await agent.chat(OK)) == "hello"
 
 
-async def test_a_declared_size_above_the_cap_is_refused_before_the_body_came(respondent_of):
-    async with LoopbackServer(max_body=10) as server:
-        reader, writer = await connect(session := server.open(respondent_of()))
-        writer.write(head(session, **{"Content-Length": 10**12}))
-        assert (await response(reader))[0] == 413
-        writer.close()
+async def test_a_declared_size_above_the_cap_is_refused_before_the_body_came(server, respondent_of):
+    reader, writer = await connect(session := server.open(respondent_of()))
+    writer.write(head(session, **{"Content-Length": 10**12}))
+    assert (await response(reader))[0] == 413
+    writer.close()
 
 
 @every_wire
