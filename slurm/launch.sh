@@ -21,10 +21,14 @@ SAVING=240 # seconds that a run has to save; less than the 300 before the time l
 fail() { echo "launch.sh: $*" >&2; exit 2; }
 
 submit() {
-    local options=() wanted words
-    while [[ ${1:-} == -* ]]; do options+=("$1"); shift; done
-    (($# >= 3)) || fail "usage: slurm/launch.sh [sbatch options] VERB RECIPE RUN [words of molt-gym VERB]"
-    [[ $1 =~ ^(train|distill|sft)$ ]] || fail "verb: got '$1'; write train, distill or sft"
+    local options=() wanted=() said words verbs='^(train|distill|sft)$'
+    # An option's value may be a word of its own.
+    while [[ ${1:-} == -* && $# -gt 1 ]]; do
+        options+=("$1"); shift
+        if [[ $1 != -* && ! $1 =~ $verbs && ${options[-1]} != *=* ]]; then options+=("$1"); shift; fi
+    done
+    (($# >= 3)) || fail "usage: slurm/launch.sh [sbatch options] train|distill|sft RECIPE RUN [words of molt-gym]"
+    [[ $1 =~ $verbs ]] || fail "verb: got '$1'; write train, distill or sft"
     [[ -f $2 ]] || fail "recipe: no file '$2'"
     words=("$1" "$(realpath -- "$2")" "$(realpath -m -- "$3")" "${@:4}")
     if [[ -z ${WRAP:-} ]]; then
@@ -33,9 +37,12 @@ submit() {
         export VENV
     fi
     mkdir -p "${words[2]}.slurm"
-    readarray -t wanted < <(sed -n 's/^#SBATCH  *//p' "$2")
+    # As sbatch reads them: words, quoted where they hold blanks, up to a comment.
+    said=$(sed -n 's/\r$//; s/^#SBATCH[[:blank:]]\+//; T; s/\(^\|[[:blank:]]\)#.*//; p' "$2" | xargs -r printf '%s\n') ||
+        fail "recipe: #SBATCH lines of '$2' that cannot be cut into words; close the quotes"
+    [[ -z $said ]] || readarray -t wanted <<<"$said"
     exec sbatch --job-name="molt-gym-$(basename "${words[2]}")" --requeue --open-mode=append --signal=B:TERM@300 \
-        --ntasks-per-node=1 --output="${words[2]}.slurm/%j.log" "${wanted[@]}" "${options[@]}" \
+        --ntasks-per-node=1 --output="${words[2]//%/%%}.slurm/%j.log" "${wanted[@]}" "${options[@]}" \
         "${BASH_SOURCE[0]}" --inside "${words[@]}"
 }
 

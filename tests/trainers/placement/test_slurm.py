@@ -29,7 +29,9 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=5
+AuthInfo=socket={folder}/munge.sock
+MessageTimeout=60
+BatchStartTimeout=300
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/ctld.pid
@@ -104,8 +106,8 @@ class Slurm:
         return (self.folder / "log").read_text()
 
     def run(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess:
-        return subprocess.run(words, env=self.env | env, cwd=self.folder, capture_output=True, text=True, timeout=60,
-                              check=False)
+        return subprocess.run(words, env=self.env | env, cwd=self.folder, capture_output=True, text=True,
+                              timeout=120, check=False)
 
     def launch(self, *words: str | Path, **env: str) -> str:
         """Submit; the number of the job."""
@@ -118,7 +120,7 @@ class Slurm:
 
     def close(self) -> None:
         self.run("scancel", "--user", getpass.getuser())
-        until(lambda: not self.run("squeue", "-h").stdout, "jobs do not end", 60)
+        until(lambda: not self.run("squeue", "-h").stdout, "jobs do not end", 120)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             daemon.wait(60)
@@ -148,7 +150,7 @@ def went_on(slurm: Slurm, job: str, run: Path, steps: int, interrupt: Callable[[
         return (run.parent / f"{run.name}.slurm" / f"{job}.log").read_text()
 
     def runs(true: Callable[[], object]) -> None:
-        until(lambda: true() or slurm.shown(job)["JobState"] in ("FAILED", "CANCELLED", "TIMEOUT"), log)
+        until(lambda: true() or slurm.shown(job).get("JobState") in ("FAILED", "CANCELLED", "TIMEOUT"), log)
         assert true(), log()
 
     runs(lambda: len(steps_of(run)) >= 2)
@@ -156,7 +158,15 @@ def went_on(slurm: Slurm, job: str, run: Path, steps: int, interrupt: Callable[[
     runs(lambda: "has ended with 143" in log())
     saved = len(steps_of(run))
     assert saved < steps
-    runs(lambda: slurm.shown(job).get("Restarts") == "1" and slurm.shown(job)["JobState"] == "COMPLETED")
+
+    def again() -> bool:
+        shown = slurm.shown(job)
+        if shown.get("JobState") == "PENDING":
+            # Else Slurm waits until the credentials of the first start have expired.
+            slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return shown.get("Restarts") == "1" and shown["JobState"] == "COMPLETED"
+
+    runs(again)
     assert steps_of(run) == list(range(1, steps + 1))
     assert f"resumed after step {saved}" in log()
     assert (run / "model" / "config.json").is_file()
@@ -170,7 +180,7 @@ class TestJobs:
             self, slurm, wide_path, tmp_path):
         recipe = tmp_path / "recipe.toml"
         recipe.write_text("#SBATCH --nodes=2\nplacement = \"ray\"\n" + SETTINGS.replace(
-            "rollout = {", "rollout = {engine = \"vllm\", ").replace("actor = {", "actor = {world_size = 2, "))
+            "rollout = {", "rollout = {engine = \"vllm\", "))
         run = tmp_path / "run"
         job = slurm.launch("--partition=low", "train", recipe, run, "--model", wide_path, "--steps", "12")
         went_on(slurm, job, run, 12, lambda: slurm.run(
@@ -189,7 +199,7 @@ class TestJobs:
     def test_a_run_that_fails_is_not_repeated(self, slurm, tmp_path):
         (tmp_path / "recipe.toml").write_text(SETTINGS)
         job = slurm.launch("train", tmp_path / "recipe.toml", tmp_path / "run", "--model", tmp_path / "none")
-        until(lambda: slurm.shown(job)["JobState"] == "FAILED", slurm.said)
+        until(lambda: slurm.shown(job).get("JobState") == "FAILED", slurm.said)
         assert slurm.shown(job)["ExitCode"] == "2:0"
         assert "model" in (tmp_path / "run.slurm" / f"{job}.log").read_text()
 
@@ -203,6 +213,37 @@ def test_words_that_make_no_job_are_refused(words, said, tmp_path):
     refused = subprocess.run([LAUNCH, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert said in refused.stderr
+
+
+def test_options_reach_sbatch_however_they_are_written_those_of_the_recipe_first(tmp_path):
+    (tmp_path / "recipe.toml").write_text("""\
+#SBATCH --nodes=2 --mem 10G  # two words\r
+# SBATCH --not=this
+#SBATCH -C 'fast disk'
+#SBATCH\t-n 4
+steps = 3
+#SBATCH # nothing
+#SBATCHING --neither
+""")
+    for name in ("molt-gym", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin").symlink_to(tmp_path)
+    env = os.environ | {"VENV": str(tmp_path), "WRAP": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given = ["-p", "gpu", "--account=mine", "--exclusive", "--qos", "high"]
+    done = subprocess.run([LAUNCH, *given, "train", "recipe.toml", "run %j"], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=60, check=True)
+    words = done.stdout.splitlines()
+    assert words[words.index("--nodes=2") - 1:] == [
+        f"--output={tmp_path}/run %%j.slurm/%j.log", "--nodes=2", "--mem", "10G", "-C", "fast disk", "-n", "4", *given,
+        str(LAUNCH), "--inside", "train", str(tmp_path / "recipe.toml"), str(tmp_path / "run %j")]
+
+
+def test_a_quote_that_is_not_closed_is_refused(tmp_path):
+    (tmp_path / "recipe.toml").write_text("#SBATCH --comment='half of it\n")
+    refused = subprocess.run([LAUNCH, "train", "recipe.toml", "run"], cwd=tmp_path, capture_output=True, text=True,
+                             timeout=60, check=False, env=os.environ | {"WRAP": "true"})
+    assert refused.returncode == 2 and "recipe: #SBATCH lines of 'recipe.toml'" in refused.stderr
 
 
 def test_a_missing_environment_is_named(tmp_path):
