@@ -38,7 +38,8 @@ class ReasoningGymEnv(ChatEnv):
         seconds: the limit on the verifier.
         longest: characters of an answer; a longer one is worth nothing.
         render_mode: None or "ansi".
-        **settings: of the data set, such as `min_terms=3`; `seed` gives other tasks, to either split its own.
+        seed: of all tasks; either split has its own ones with each.
+        **settings: of the data set, such as `min_terms=3`.
 
     Raises:
         ConfigError: there is no such data set, or it refuses a setting.
@@ -50,10 +51,12 @@ class ReasoningGymEnv(ChatEnv):
 
     def __init__(
         self, *, dataset: str, split: str = "train", system: str | None = SYSTEM, seconds: float = 10.0,
-        longest: int = 10_000, render_mode: str | None = None, **settings: Any,
+        longest: int = 10_000, render_mode: str | None = None, seed: int = 0, **settings: Any,
     ) -> None:
         super().__init__(render_mode=render_mode)
         check_split(split)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed: {seed!r}; write an integer")
         with GlobalRandom():
             from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -61,8 +64,8 @@ class ReasoningGymEnv(ChatEnv):
                 raise ConfigError(f"dataset: reasoning-gym has no {dataset!r}; `molt-gym envs` lists those that it has")
             try:
                 # Item i is drawn from seed + i alone.
-                seed = settings.pop("seed", 0) + _TEST_SEEDS * (split == "test")
-                self._data = create_dataset(dataset, seed=seed, **{"size": _FEWER.get(dataset, TASKS)} | settings)
+                self._data = create_dataset(dataset, seed=seed + _TEST_SEEDS * (split == "test"),
+                                            **{"size": _FEWER.get(dataset, TASKS)} | settings)
             except (TypeError, ValueError, AssertionError) as error:
                 raise ConfigError(f"{dataset}: {error or 'a setting is out of range'}; got {settings}") from error
         self.num_tasks = len(self._data)

@@ -52,7 +52,7 @@ def test_settings_go_to_the_data_set_and_bad_ones_are_named():
     env = molt_gym.make("reasoning_gym/chain_sum-v0", min_terms=4, max_terms=4)
     assert env.reset(options={"index": 0})[0]["messages"][-1]["content"].count(" + ") <= 3
     for given, words in [({"min_terms": 0}, "min_terms"), ({"colour": 1}, "colour"), ({"split": "dev"}, "split"),
-                         ({"seed": "7"}, "chain_sum: ")]:
+                         ({"seed": None}, "seed: None; write an integer")]:
         with pytest.raises(molt_gym.ConfigError, match=words):
             molt_gym.make("reasoning_gym/chain_sum-v0", **given)
 
