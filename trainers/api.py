@@ -87,7 +87,11 @@ def train_with(
         settings, resolved = configure(env, model, config, given, progress, earlier=earlier, default=default)
         if earlier is not None:
             _keep_schedule(earlier, settings, Path(out))
-        frozen = frozen_model(settings, resolved.path, progress)
+        if not settings.eval.before and (settings.eval.after or settings.eval.every):
+            # Rather than when all is trained.
+            for part in split(settings):
+                count_tasks(env_maker(part, held_out=True))
+        settings, frozen = frozen_model(settings, resolved.path, progress)
         if settings.curriculum and not callable(curriculum):
             curriculum = load_curriculum(settings.curriculum)
         path = Path(settings.out) if settings.out else default_path(env, resolved.name)

@@ -18,8 +18,8 @@ from .rollout.mixture import split
 from .same_tokenizer import difference, load_tokenizer
 
 
-def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None:
-    """Its folder, if the configuration names one.
+def frozen_model(config: Config, policy: Path, progress: Progress) -> tuple[Config, str | None]:
+    """The configuration with its name as it is known anywhere, and its folder, if the configuration names one.
 
     Raises:
         ConfigError: there is no such model, it cannot be run here, or its tokens are others than those of the policy
@@ -29,11 +29,12 @@ def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None
     if name is None:
         option, name = "algorithm.kl.model", config.algorithm.kl.model
     if name is None:
-        return None
+        return config, None
     try:
         part = split(config)[0]
-        path = resolve_model(name, env=part.env, env_kwargs=dict(part.env_kwargs), seed=config.seed,
-                             say=lambda line: progress.message(_about(option, line))).path
+        found = resolve_model(name, env=part.env, env_kwargs=dict(part.env_kwargs), seed=config.seed,
+                              say=lambda line: progress.message(_about(option, line)))
+        path = found.path
         # An engine has to sample a token behind what it scores.
         check_architecture(theirs := AutoConfig.from_pretrained(path),
                            config.rollout.max_context + (config.algorithm.teacher_engine == "vllm"))
@@ -46,7 +47,10 @@ def frozen_model(config: Config, policy: Path, progress: Progress) -> str | None
     if sizes[1] < sizes[0]:
         raise ConfigError(f"{option}: {name} has {sizes[1]} ids and the policy {sizes[0]}, of which it can sample all; "
                           "name a model with at least as many")
-    return str(path)
+    algorithm = config.algorithm
+    named = ({"kl": algorithm.kl.model_copy(update={"model": found.name})} if algorithm.teacher is None else
+             {"teacher": found.name})
+    return config.model_copy(update={"algorithm": algorithm.model_copy(update=named)}), str(path)
 
 
 def portable(config: Config) -> Config:

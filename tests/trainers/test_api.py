@@ -131,6 +131,7 @@ def test_a_folder_in_use_is_refused_if_the_run_may_not_go_on(train: Train, tmp_p
     ({"env_kwargs": {"no_such": 1}}, Exception, "no_such"),
     ({"env_kwargs": {"num_tasks": -1}}, ConfigError, "num_tasks is -1; write"),
     ({"env_kwargs": {"num_tasks": 0}}, ConfigError, "env: toy_envs:Letters-v0 has no tasks with the arguments"),
+    ({"eval__env_kwargs": {"num_tasks": 0}, "eval__before": False}, ConfigError, "has no tasks .*'split': 'test'"),
     ({"env": None}, ConfigError, "env: missing"), ({"env": ["Math-v0"]}, ConfigError, "env.*: got .'Math-v0'"),
     ({"model": 5}, ConfigError, "model: got 5"),
     ({"seed": 2**64}, ConfigError, "seed"),

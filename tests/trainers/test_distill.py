@@ -125,3 +125,13 @@ def test_a_teacher_must_know_every_id_and_have_room(
 def test_agents_and_steps_of_any_env_are_distilled(distill: Distill, env: str) -> None:
     run = partial(distill, env, "tiny", "tiny", rollout__max_context=1024, rollout__max_tokens=48)
     assert [line["policy/kl_ref"] for line in run().metrics if "policy/kl_ref" in line] == pytest.approx([0], abs=1e-5)
+
+
+def test_a_run_goes_on_from_another_working_directory_than_its_teacher_was_named_in(
+    distill: Distill, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"eval__before": False, "eval__after": False}
+    monkeypatch.chdir(teacher.parent)
+    distill(named=teacher.name, **few)
+    monkeypatch.chdir(tmp_path)
+    assert distill(named=None, **few, steps=2).metrics[-1]["step"] == 2

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import molt_gym
-from molt_gym import ConfigError, RunFailed, as_policy
+from molt_gym import ChatEnv, ConfigError, RunFailed, Turn, as_policy
 from molt_gym.cli import main
 from molt_gym.policy import EndpointMessage, EndpointPolicy
 from molt_gym.server.respond import PolicyRespondent
@@ -134,6 +134,29 @@ async def test_a_policy_of_an_endpoint_passes_tools_and_calls_on(api: Any) -> No
     assert reply == {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
     assert served.asked[0]["messages"] == [{"role": "user", "content": "Where?"}]
     assert served.asked[0]["tools"][0]["function"]["name"] == "look"
+
+
+class Bench(ChatEnv):
+    """Tasks to be evaluated on alone."""
+
+    num_tasks = 3
+
+    def __init__(self, split: str = "train") -> None:
+        super().__init__()
+        if split != "test":
+            raise ConfigError(f"split: {split!r}; there is only 'test'")
+
+    def begin(self, index: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"task {index}"}]
+
+    def answer(self, message: dict[str, Any]) -> Turn:
+        return Turn([], 1.0, True)
+
+
+def test_an_env_that_has_held_out_tasks_alone_is_evaluated(tiny_path: Path) -> None:
+    molt_gym.register("Bench-v0", Bench)
+    small = {"rollout": {"max_tokens": 4, "max_context": 128}, "episodes": 2}
+    assert molt_gym.evaluate("Bench-v0", tiny_path, **small).pass_at == {1: 1.0}
 
 
 @pytest.mark.parametrize(("wrong", "words"), [
