@@ -17,7 +17,7 @@ def _boot() -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     with open(source_fd, "rb") as file:
-        source = file.read()
+        source = file.read().decode("utf-8-sig", "surrogatepass")  # of bytes, a comment could say another encoding
     for limit in sys.argv[4].split(","):
         name, value = limit.split("=")
         # At the harder of two limits on time the kernel sends SIGKILL, which does not tell what for.

@@ -122,6 +122,10 @@ class TestResults:
         result = sandbox.run(code)
         assert result.exit_code == 1 and "Error" in result.stderr
 
+    @pytest.mark.parametrize("first", ["# -*- coding: latin-1 -*-", "# coding: unheard-of", "\ufeff", "\r"])
+    def test_a_program_is_text_whatever_it_says_of_its_encoding(self, sandbox, first):
+        assert sandbox.run(f"{first}\nprint('é')").stdout == "é\n"
+
     @pytest.mark.parametrize(("code", "exit_code"), [("exit()", 0), ("quit(3)", 3), ("import sys; sys.exit('no')", 1)])
     def test_a_program_may_exit_in_the_usual_ways(self, sandbox, code, exit_code):
         assert sandbox.run(code).exit_code == exit_code
