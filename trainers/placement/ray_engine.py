@@ -15,10 +15,10 @@ from molt_gym.errors import RunFailed
 from molt_gym.tokens import Generation, Renderer
 
 from ..rollout.engine import Request
-from ..rollout.vllm_engine import VllmEngine, generated
+from ..rollout.vllm_engine import CALL_TIMEOUT, VllmEngine, generated
 from ..waiting import threaded
 from .ray_actor import RankWeights, RemoteBucket, RemoteSender
-from .ray_host import LOOK, Calls, RayHost
+from .ray_host import Calls, RayHost
 
 
 class EngineProxy:
@@ -83,7 +83,7 @@ class RayVllmEngine(VllmEngine):
     async def pause(self) -> None:
         """Stop between two tokens."""
         await super().pause()
-        self._busy = await self._answer("busy", asyncio.wrap_future(self._host.busy()), LOOK + 10)
+        self._busy = await self._answer("busy", asyncio.wrap_future(self._host.busy()), CALL_TIMEOUT)
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AsyncGenerator[Any, None]:
         """Announcements of buckets, which stay in the ranks.

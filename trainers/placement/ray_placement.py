@@ -108,7 +108,7 @@ class RaySampler(Sampler):
         self, maker: EnvMaker, temperature: float, *, ordered: bool, gate: Gate | None = None
     ) -> RayRunner:
         """Plays in all of them; the order of requests is not a function of the seed, whatever `ordered` says."""
-        runner = self._players.runner(maker, temperature, self._done)
+        runner = RayRunner(self._players, maker, temperature, self._done)
         self._runners.add(runner)
         return runner
 

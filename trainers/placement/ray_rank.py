@@ -5,16 +5,14 @@ engine have a thread of their own, so that one that hangs holds up nothing else;
 """
 
 import asyncio
-import fcntl
 import os
-import socket
-import struct
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -33,7 +31,6 @@ from ..rollout.vllm_transfer import Bucket, Sender, buckets
 
 FETCH_TIMEOUT = 300.0
 """Seconds in which rows must arrive, else they are taken for lost."""
-_SIOCGIFADDR = 0x8915
 
 
 class Rank:
@@ -74,7 +71,7 @@ class Rank:
     def fetch(self, sources: Sequence[ray.ObjectRef]) -> list[bool]:
         """Take rows over, for the next `train`; tells which of them are lost."""
         missing = [source for source in dict.fromkeys(sources) if source not in self._rows]
-        here = ray.wait(missing, num_returns=len(missing), timeout=FETCH_TIMEOUT)[0] if missing else []
+        here = set(ray.wait(missing, num_returns=len(missing), timeout=FETCH_TIMEOUT)[0] if missing else ())
         for source in missing:
             try:
                 # Also what is here takes a while on a machine that is busy.
@@ -149,12 +146,5 @@ def _send(sender: Sender, bucket: Bucket) -> None:
 
 def _interface(address: str) -> str | None:
     """The network interface that has an address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+    return next((name for name, found in psutil.net_if_addrs().items()
+                 if any(one.address == address for one in found)), None)

@@ -69,10 +69,6 @@ class RayPlayers:
         for chosen in options:
             self._start(chosen)
 
-    def runner(self, maker: EnvMaker, temperature: float, done: Callable[[Trajectory], None]) -> "RayRunner":
-        """Plays envs of one kind in all of the actors; `done` is called with each trajectory."""
-        return RayRunner(self, maker, temperature, done)
-
     async def set_engines(self, engines: Sequence[Target]) -> None:
         """Send requests to these, which have the newest weights; returns when all runners know."""
         same, self._engines = list(engines) == self._engines, list(engines)
@@ -157,7 +153,7 @@ class RayPlayers:
 
 @dataclass(eq=False)
 class RayRunner:
-    """A `Runner` whose rollouts are played in the actors of `players`."""
+    """A `Runner` whose rollouts are played in the actors of `players`; `done` is called with each trajectory."""
 
     players: RayPlayers
     maker: EnvMaker

@@ -125,7 +125,7 @@ def config(env="toy_envs:Letters-v0", **settings):
 def make_runner(players, env="toy_envs:Letters-v0", **settings):
     """A runner with a list of what it told of as done."""
     seen = []
-    runner = players.runner(env_maker(config(env, **settings)), 1.0, seen.append)
+    runner = ray_runner.RayRunner(players, env_maker(config(env, **settings)), 1.0, seen.append)
     runner.seen = seen
     return runner
 
