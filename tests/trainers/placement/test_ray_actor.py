@@ -171,8 +171,8 @@ def test_a_model_that_cannot_be_trained_is_a_config_error(wide_path: Path) -> No
 
 
 def test_ranks_that_get_no_place_are_told_with_the_option(wide_path: Path) -> None:
-    with pytest.raises(RunFailed, match="[12] of 2 actor ranks got no place .* ray.start_timeout = 8 s"):
-        ray_actor.RayActor(spec(wide_path, 2, ray__start_timeout=8.0), [{"num_cpus": 1}, {"num_cpus": 64}])
+    with pytest.raises(RunFailed, match="[12] of 2 actor ranks got no place .* ray.start_timeout = 2 s"):
+        ray_actor.RayActor(spec(wide_path, 2, ray__start_timeout=2.0), [{"num_cpus": 1}, {"num_cpus": 64}])
 
 
 def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds_and_the_others_too(pair: Any) -> None:
