@@ -14,19 +14,25 @@ from .action_text import number_text
 __all__ = ["action_names", "describe", "observation_names", "plain_ansi", "purpose"]
 
 _COLOURS = {0: "black", 1: "red", 2: "green", 3: "yellow", 4: "blue", 5: "magenta", 6: "cyan", 7: "white"}
-_STYLED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)
+_STYLE = re.compile(r"\x1b\[([\d;]*)m")
+_OF_MANY = (38, 48)
+"""Codes before one of more colours than have names."""
 _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]+>")
 
 
 def plain_ansi(text: str) -> str:
     """Terminal output as plain text: what is coloured stands in a tag of that colour, such as <red>S</red>."""
-    def tagged(match: re.Match[str]) -> str:
-        codes = [int(code) for code in match[1].split(";") if code]
-        colours = [_COLOURS[code % 10] for code in codes if 30 <= code <= 37 or 40 <= code <= 47]
-        return f"<{colours[-1]}>{match[2]}</{colours[-1]}>" if colours else match[2]
-
-    return _ESCAPE.sub("", _STYLED.sub(tagged, text)).strip("\n")
+    first, *pieces = _STYLE.split(text)
+    told, colour = [first], None
+    for style, words in zip(pieces[::2], pieces[1::2], strict=True):
+        codes = [int(code or 0) for code in style.split(";")]
+        for code in codes if codes[0] not in _OF_MANY else [0]:
+            # 0, 39 and 49 end a colour; bold and the like leave it as it is.
+            if code == 0 or code // 10 in (3, 4, 9, 10):
+                colour = _COLOURS.get(code % 10) if code else None
+        told.append(f"<{colour}>{words}</{colour}>" if colour and words else words)
+    return _ESCAPE.sub("", "".join(told)).strip("\n")
 
 
 def purpose(env: gym.Env, *, observations: bool = False, most: int = 1500) -> str:

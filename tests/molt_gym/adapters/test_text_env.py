@@ -252,3 +252,5 @@ def test_what_makes_no_env_is_refused():
 
 def test_colours_of_a_terminal_become_tags():
     assert plain_ansi("\n\x1b[41mS\x1b[0mFF\x1b[1mX\x1b[0m\x1b[2K\n") == "<red>S</red>FFX"
+    assert plain_ansi("\x1b[31mA\x1b[1;32mB\x1b[1mC\x1b[mD\x1b[91mE\x1b[39mF\x1b[38;5;31mG") == (
+        "<red>A</red><green>B</green><green>C</green>D<red>E</red>FG")
