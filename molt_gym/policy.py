@@ -12,11 +12,15 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from .messages import Conversation, Message
 from .spaces import AssistantMessageSpace
 from .threads import call_in_thread
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 __all__ = ["EndpointPolicy", "Policy", "PolicyFunction", "as_policy"]
 
@@ -86,12 +90,11 @@ class EndpointPolicy:
         max_tokens: int = 512, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
         session: str | None = None,
     ) -> None:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        key = session or os.environ.get("OPENAI_API_KEY") or "none"
-        client = DefaultAsyncHttpxClient(trust_env=False, verify=url.startswith("https:")) if session else None
-        self._client = AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries, http_client=client)
-        self._turn = asyncio.Semaphore(concurrency)
+        self._settings = {"base_url": url, "api_key": session or os.environ.get("OPENAI_API_KEY") or "none",
+                          "timeout": timeout, "max_retries": retries}
+        self._direct, self._concurrency = session is not None, concurrency
+        # Connections and locks are of use on the event loop alone that made them.
+        self._on_loop: WeakKeyDictionary[Any, tuple[AsyncOpenAI, asyncio.Semaphore]] = WeakKeyDictionary()
         self._options: dict[str, Any] = {
             "model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
             "extra_body": {"top_k": top_k} if top_k else None}
@@ -106,8 +109,9 @@ class EndpointPolicy:
             RuntimeError: the endpoint tells of a failure in its answer, or answers with something else.
         """
         more: dict[str, Any] = ({"tools": tools} if tools else {}) | ({} if seed is None else {"seed": seed})
-        async with self._turn:
-            completion = await self._asked(messages=messages, **more)
+        client, turn = self._connected()
+        async with turn:
+            completion = await self._asked(client, messages=messages, **more)
         # What is no JSON, such as a page of a proxy, comes as text.
         told = {} if isinstance(completion, str) else completion.to_dict(warnings=False)
         choice = (told.get("choices") or [{}])[0]
@@ -118,13 +122,24 @@ class EndpointPolicy:
         message.cut = choice.get("finish_reason") == "length"
         return message
 
-    async def _asked(self, **request: Any) -> Any:
+    def _connected(self) -> "tuple[AsyncOpenAI, asyncio.Semaphore]":
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._on_loop:
+            tls = self._settings["base_url"].startswith("https:")
+            direct = DefaultAsyncHttpxClient(trust_env=False, verify=tls) if self._direct else None
+            client = AsyncOpenAI(**self._settings, http_client=direct)
+            self._on_loop[loop] = client, asyncio.Semaphore(self._concurrency)
+        return self._on_loop[loop]
+
+    async def _asked(self, client: "AsyncOpenAI", **request: Any) -> Any:
         from openai import BadRequestError
 
         while True:
             options = self._options
             try:
-                return await self._client.chat.completions.create(**options, **request)
+                return await client.chat.completions.create(**options, **request)
             except BadRequestError as error:
                 spelled = _respelled(options, error.param) if error.code == "unsupported_parameter" else None
                 if spelled is None:
@@ -132,8 +147,9 @@ class EndpointPolicy:
                 self._options = spelled
 
     async def aclose(self) -> None:
-        """Close its connections."""
-        await self._client.close()
+        """Close its connections on the running event loop."""
+        client, _ = self._connected()
+        await client.close()
 
 
 def _respelled(options: dict[str, Any], unsupported: str | None) -> dict[str, Any] | None:

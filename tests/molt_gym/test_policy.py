@@ -10,6 +10,7 @@ from openai import BadRequestError
 from molt_gym import Policy, as_policy
 from molt_gym.policy import EndpointPolicy
 from molt_gym.spaces import AssistantMessageSpace
+from molt_gym.threads import loop_in_thread
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -220,3 +221,25 @@ async def test_a_parameter_that_a_model_has_not_got_and_that_matters_is_an_error
     with pytest.raises(BadRequestError, match="no top_p"):
         await policy.reply(MESSAGES, [])
     assert len(answers) == 7
+
+
+def test_an_endpoint_can_be_asked_on_one_event_loop_after_another():
+    async def answer(request):
+        await asyncio.sleep(0.02)
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": "a"}}]})
+
+    async def serve():
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    async def ask_four_times():
+        return [reply["content"] for reply in await asyncio.gather(*(policy.reply(MESSAGES, []) for _ in range(4)))]
+
+    loop = loop_in_thread("endpoint")
+    runner = asyncio.run_coroutine_threadsafe(serve(), loop).result(10)
+    policy = EndpointPolicy(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "any", retries=0, concurrency=2)
+    for _ in range(2):
+        assert asyncio.run(ask_four_times()) == ["a"] * 4
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
