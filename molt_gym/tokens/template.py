@@ -39,6 +39,7 @@ class Style:
     calls_beside, calls_several: whether it writes calls beside other content, and takes several of one reply.
     call_close: what it puts between the end of the last argument and the end of turn; None: unknown.
     results: whether it writes the results of tools.
+    nothing: the content of a reply that says nothing, as some templates refuse an empty one.
     image: what it writes for an image; "": it has no place for one, or the model sees nothing.
     """
 
@@ -53,6 +54,7 @@ class Style:
     calls_several: bool = True
     call_close: str | None = None
     results: bool = True
+    nothing: str = ""
     image: str = ""
 
 
@@ -184,9 +186,8 @@ class ChatTemplate:
             reply["reasoning_content"] = reasoning
         elif reasoning:
             reply["content"] = join_reasoning(reasoning, reply["content"])
-        if reply.get("tool_calls"):
-            reply["content"] = reply["content"] or self.style.call_content
-        return reply
+        nothing = self.style.call_content if "tool_calls" in reply else self.style.nothing
+        return reply | {"content": reply["content"] or nothing}
 
     def _inline(self, content: str, calls: int) -> bool:
         style = self.style
@@ -220,7 +221,8 @@ class ChatTemplate:
         style = replace(style, tools=self._shows(mark, style, ask, tools))
         thought = {"role": "assistant", "content": "x", "reasoning_content": mark}
         style = replace(style, reasoning=self._shows(mark, replace(style, reasoning=True), [QUESTION, thought]))
-        return self._probe_calls(style, mark)
+        said = self._attempt(style, [QUESTION, {"role": "assistant", "content": ""}])
+        return self._probe_calls(replace(style, nothing="" if said else " "), mark)
 
     def _probe_calls(self, style: Style, mark: str) -> Style:
         end = self._attempt(style, [QUESTION, ending_in(mark, {})]).partition(mark)

@@ -289,3 +289,12 @@ def test_calls_that_the_template_drops_beside_content_are_spelled_as_content(tok
     both = {"role": "assistant", "content": "sure", "tool_calls": [call("add", {"a": 1})]}
     assert f"sure\n{USUAL}<|im_end|>" in renderer.decode(renderer.render([OK, both, RESULTS[0]]))
     assert "<tool_call>" not in renderer.decode(renderer.render([OK, both | {"content": ""}, RESULTS[0]]))
+
+
+def test_a_reply_that_says_nothing_goes_on_where_the_template_refuses_an_empty_one(tokenizer_of, templates):
+    refusing = "-%}{%- if not message.content %}{{ raise_exception('say something') }}{% endif -%}"
+    renderer = Renderer(tokenizer_of(templates["chatml"].replace("-%}", refusing, 1)))
+    whole = renderer.decode(renderer.render([OK]) + [END] + extended(renderer, [END]))
+    assert whole.endswith("assistant\n<|im_end|>\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n")
+    empty = {"role": "assistant", "content": ""}
+    assert renderer.decode(renderer.render([OK, empty, OK])).count("assistant\n <|im_end|>") == 1
