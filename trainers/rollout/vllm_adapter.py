@@ -5,11 +5,14 @@ tokens only, and every layer it has finds its place.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from .vllm_spec import ADAPTER, Lora
 
@@ -30,6 +33,21 @@ def put_adapter(runner: Any, tensors: Mapping[str, Tensor], lora: Lora) -> None:
     manager.remove_adapter(ADAPTER)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER)
+    for module in runner.model.modules():
+        if isinstance(module, LogitsProcessorWithLoRA) and isinstance(module.punica_wrapper, PunicaWrapperCPU):
+            module.punica_wrapper.add_lora_logits = partial(_add_logits, module.punica_wrapper)
+
+
+def _add_logits(wrapper: PunicaWrapperCPU, y: Tensor, x: Tensor, *arguments: Any, **options: Any) -> None:
+    """As vLLM does; and for the rows of a text that is scored, for which vLLM has but one index a request."""
+    rows, requests = x.view(-1, x.shape[-1]).shape[0], wrapper.indices_len[1]
+    if rows != requests:
+        # Texts are scored with the adapter, which has the first place.
+        kept = wrapper._sampler_indices[:rows].clone()
+        wrapper._sampler_indices[:rows], wrapper.indices_len[1] = 0, rows
+    PunicaWrapperCPU.add_lora_logits(wrapper, y, x, *arguments, **options)
+    if rows != requests:
+        wrapper._sampler_indices[:rows], wrapper.indices_len[1] = kept, requests
 
 
 def _adapter(runner: Any, manager: Any, tensors: Mapping[str, Tensor], lora: Lora) -> LoRAModel:

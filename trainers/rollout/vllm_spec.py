@@ -111,8 +111,10 @@ def engine_arguments(spec: HostSpec) -> dict[str, Any]:
     if speculates(spec.engine_args):
         # vLLM's default is on, and what the cache holds of the drafting heads would outlive them.
         defaults["enable_prefix_caching"] = False
+    # Where others of a batch have an adapter, vLLM on CPUs takes the last one for those without: it stays empty.
+    slots = 2 if spec.cpu else 1
     lora = {} if spec.lora is None else {
-        "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1,
+        "enable_lora": True, "max_loras": slots, "max_cpu_loras": slots,
         "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= spec.lora.rank)}
     return {"max_logprobs": -1} | defaults | dict(spec.engine_args) | lora | {
         "model": spec.model, "dtype": spec.dtype, "max_model_len": spec.max_context, "max_num_seqs": spec.max_sequences,

@@ -63,7 +63,7 @@ async def update(engine: VllmEngine, tensors: dict[str, torch.Tensor], version: 
     await engine.resume()
 
 
-async def test_updates_bring_adapters_alone_and_one_without_a_place_ends_the_engine(
+async def test_updates_bring_adapters_for_those_who_want_them_and_one_without_a_place_ends_the_engine(
     tiny_path: Path, tmp_path: Path, renderer, play, expected
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
@@ -100,6 +100,18 @@ async def test_updates_bring_adapters_alone_and_one_without_a_place_ends_the_eng
         assert straddling
         ids = PROMPTS[2] + [7, 7]
         assert await engine.score(ids) == pytest.approx(expected(current, ids[:1], ids[1:]), abs=1e-4)
+
+        # In one batch: with the adapter, without it, and a text that is scored.
+        await engine.pause()
+        asked = [(prompt, base) for prompt in PROMPTS for base in (False, True)]
+        flying = engine.submit([Request(prompt, Sampling(max_tokens=20, seed=1), base=base) for prompt, base in asked])
+        scoring = asyncio.ensure_future(engine.score(ids))
+        await asyncio.sleep(0.1)
+        await engine.resume()
+        assert await scoring == pytest.approx(expected(current, ids[:1], ids[1:]), abs=1e-4)
+        for (prompt, base), reply in zip(asked, await asyncio.gather(*flying), strict=True):
+            assert reply.logprobs == pytest.approx(
+                expected(load() if base else current, prompt, reply.ids), abs=1e-4), base
 
         config = load_config("Any-v0", overrides={"actor__lr": 0.02, "actor__lora__rank": 3, "actor__lora__alpha": 6.0,
                                                   "engine": "vllm", "rollout__max_context": 1024})
