@@ -48,17 +48,6 @@ def whole(run: Path, steps: int, groups: int, size: int) -> None:
     assert counts == Counter((group, rollout) for group in range(steps * groups) for rollout in range(size))
 
 
-ONE_OF_EACH = SMALL | {"rollout.engines": 1, "actor.world_size": 1, "rollout.runners": 1}
-
-
-def test_asynchronously_rollouts_are_at_most_as_stale_as_allowed(cluster, wide_path, tmp_path):
-    run = molt_gym.train("toy_envs:Letters-v0", wide_path, out=tmp_path / "run", steps=4,
-                         **ONE_OF_EACH | {"rollout.max_staleness": 1})
-    lines = steps_of(run.run_dir)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert max(line["staleness/max"] for line in lines) <= 1
-
-
 @pytest.mark.learning
 @pytest.mark.parametrize(("env", "staleness"), [("CodeExec-v0", 0), ("AgentCodeExec-v0", 1)])
 def test_a_tiny_model_learns_on_ray(cluster, tmp_path, env, staleness):
@@ -76,6 +65,7 @@ def run_script(text: str, *arguments: object) -> subprocess.Popen:
                             stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": path})
 
 
+ONE_OF_EACH = SMALL | {"rollout.engines": 1, "actor.world_size": 1, "rollout.runners": 1}
 TRAIN = f"""
 import sys, molt_gym
 molt_gym.train("toy_envs:Letters-v0", sys.argv[1], out=sys.argv[2], steps=12, **{ONE_OF_EACH!r})
