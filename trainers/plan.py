@@ -20,7 +20,7 @@ from .actor.admission import planned
 from .actor.fsdp_actor import ActorSpec
 from .actor.memory import GIB, describe, fit
 from .actor.memory import Plan as Training
-from .actor.sizes import Shape, check_sizes
+from .actor.sizes import Shape
 from .architecture import check_architecture
 from .config import Config, load_config, load_settings
 from .distill import SETTINGS as DISTILLATION
@@ -156,7 +156,6 @@ class Model:
         read = AutoConfig.from_pretrained(file)
         check_architecture(read, config.rollout.max_context)
         shape, training = planned(ActorSpec(str(file), config, pick_dtype(config.actor.dtype, True), 1))
-        check_sizes(shape, training.sizes)
         return cls(name or "", file, shape, training, read.get_text_config())
 
     @property

@@ -29,7 +29,6 @@ def admitted(spec: "ActorSpec") -> bool:
         ConfigError: the model cannot be cut so, or the GPU of this process is too small; with the arithmetic.
     """
     shape, plan = planned(spec)
-    check_sizes(shape, plan.sizes)
     known = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
     # Where one rank has all of a parameter, there is nothing to wait for.
     return fit(shape, plan, known) and plan.sizes.shards > 1
@@ -41,7 +40,7 @@ def describe(spec: "ActorSpec") -> str:
 
 
 def planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
-    """The model in numbers, and how it is to be trained. Raises ConfigError if its weights cannot be."""
+    """The model in numbers, and how it is to be trained. Raises ConfigError if it cannot be, or be cut so."""
     actor, scoring = spec.config.actor, Scoring.of(spec.config)
     whole = AutoConfig.from_pretrained(spec.path)
     if scheme := getattr(whole, "quantization_config", None):
@@ -56,4 +55,6 @@ def planned(spec: "ActorSpec") -> tuple[Shape, Plan]:
     if actor.lora.rank:
         # The model itself is frozen, and its own reference.
         plan = replace(plan, frozen=1, trained=int(scoring.critic), share=_ADAPTERS)
-    return Shape.of(config.to_dict() | named), plan
+    shape = Shape.of(config.to_dict() | named)
+    check_sizes(shape, plan.sizes)
+    return shape, plan

@@ -264,7 +264,7 @@ class FsdpActor:
         self.updates = int(state["updates"])
         # A forward pass that no backward pass followed leaves the old weights gathered.
         for learner in filter(None, (self._learner, self._critic)):
-            learner.reshard()
+            reshard(learner.policy)
         self._learner.check(state, folder)
 
     def offload(self) -> None:

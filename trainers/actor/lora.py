@@ -110,25 +110,20 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.enabled = True
 
 
-def adapters(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Whole adapters by peft's names; all ranks must iterate."""
-    for name, parameter in named.items():
-        yield PREFIX + name, _whole(parameter)
-
-
 def merged(model: nn.Module, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters by the base model's names, each with its adapter added, in float32; all ranks must iterate."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     for name, parameter in named.items():
         owner, _, last = name.rpartition(".")
         if owner in layers and last == "weight":
-            a, b = (_whole(named[f"{owner}.lora_{part}.weight"]) for part in "AB")
-            yield name, torch.addmm(_whole(parameter).float(), b, a, alpha=layers[owner].scale)
+            a, b = (gathered(named[f"{owner}.lora_{part}.weight"]) for part in "AB")
+            yield name, torch.addmm(gathered(parameter).float(), b, a, alpha=layers[owner].scale)
         elif not name.endswith((".lora_A.weight", ".lora_B.weight")):
-            yield name, _whole(parameter)
+            yield name, gathered(parameter)
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor) -> Tensor:
+    """A parameter, gathered where it is sharded; all ranks must call."""
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor

@@ -26,7 +26,7 @@ class Sizes:
     @classmethod
     def of(cls, actor: "ActorConfig") -> "Sizes":
         """Those of a run."""
-        return cls(actor.world_size, actor.tp, actor.cp, getattr(actor, "ep", 1))
+        return cls(actor.world_size, actor.tp, actor.cp, actor.ep)
 
     @property
     def dp(self) -> int:

@@ -17,8 +17,8 @@ from molt_gym.errors import ConfigError
 
 from ..config import ActorConfig
 from .flops import Cost
-from .lora import adapters, base_hash, merged
-from .model import Policy, reshard
+from .lora import PREFIX, base_hash, gathered, merged
+from .model import Policy
 from .offload import move_state, step_in_parts
 from .optimizer import learning_rate, make_optimizers, optimizer_state
 
@@ -81,10 +81,11 @@ class Trained:
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole adapters by the names that peft gives them; all ranks must iterate."""
-        return adapters(self.trainable)
+        for name, parameter in self.trainable.items():
+            yield PREFIX + name, gathered(parameter)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, to be written, or read into; call `reshard` after that."""
+        """What a checkpoint holds, to be written, or read into; `reshard` the policy after that."""
         kept = self.named if self._base is None else self.trainable
         device = torch.device("cpu") if self._config.offload_optimizer else None
         return {"model": {name: parameter.detach() for name, parameter in kept.items()},
@@ -101,10 +102,6 @@ class Trained:
         if state["alpha"] != self._alpha:
             raise ConfigError(f"actor.lora.alpha: {self._alpha:g} for the adapters in {folder}, which were trained "
                               f"with {state['alpha']:g}; write that")
-
-    def reshard(self) -> None:
-        """Forget weights that were gathered before they changed."""
-        reshard(self.policy)
 
     def move(self, device: torch.device) -> None:
         """Parameters and optimizer state to another device."""
