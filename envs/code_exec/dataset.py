@@ -5,6 +5,10 @@ The column of tests holds one of
 - a list of statements such as "assert f(1, 2) == 3" (as in MBPP),
 - a program of statements, which may define `check(candidate)` (as in HumanEval, with `entry_point_column`),
 or any of these as JSON text.
+
+Statements run apart from the code, so that what crosses between them is a copy of plain data, or of a few types of the
+standard library (`inside/values.py`): no object of a class of the code's own, no function as an argument, no iterator
+without end. A list, dictionary or set that a function changes in place is changed in the tests too; `is` tells nothing.
 """
 
 import json

@@ -30,6 +30,25 @@ try:
 except ValueError as error:
     assert str(error) == "no"
 """
+RAISES_OWN = """
+class TooFew(ValueError): pass
+def f(x):
+    if x < 0: raise KeyError("k")
+    raise TooFew("no", 2)
+"""
+CATCHES = """
+for x, kind, args, text in ((-1, KeyError, ("k",), "'k'"), (1, ValueError, ("no", 2), "('no', 2)")):
+    try:
+        f(x)
+        assert False
+    except kind as error:
+        assert (error.args, str(error)) == (args, text)
+"""
+COUNTS = """
+from collections import Counter, OrderedDict
+def f(s): return Counter(s), OrderedDict(a=1, b=2)
+def g(c): return c.most_common(1)
+"""
 SUBCLASSES = """
 from collections import Counter, namedtuple
 P = namedtuple("P", "x y")
@@ -80,6 +99,10 @@ HONEST = {
     "list in place": ("def f(xs): xs.sort()", "x = [3, 1]", "assert f(x) is None", "assert x == [1, 3]"),
     "dict in place": ("def f(d): d['k'] = 1", "d = {}", "f(d)", "assert d == {'k': 1}"),
     "exceptions": ("def f(x):\n    if x < 0: raise ValueError('no')\n    return x", RAISES, "assert f(1) == 1"),
+    "exceptions of its own": (RAISES_OWN, CATCHES),
+    "counters": (COUNTS, "from collections import Counter, OrderedDict", "a, b = f('aab')",
+                 "assert a.most_common(1) == g(Counter('aab')) == [('a', 2)]",
+                 "assert b == OrderedDict(a=1, b=2) != OrderedDict(b=2, a=1)"),
     "two functions": ("def g(x): return x + 1\ndef h(x): return 2 * x", "assert h(g(1)) == 4"),
     "imports": ("import math\nf = math.sqrt", "assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)"),
     "unittest": ("def f(x): return x", UNITTEST),

@@ -2,8 +2,9 @@
 
 The two talk over pipes, in lines of JSON: first the solution says ["ready"] or ["failed", error]; then each call
 [name, arguments, keyword arguments] is answered by ["value", result, arguments after the call] or
-["error", exception name, message]. Values cross as plain data (`values.py`), never pickled, so that what comes from the
-code under test has no behaviour; it never sees the tests, their process or the verdict.
+["error", exception name, message, name of the builtin exception that it is of, its arguments]. Values cross as plain
+data (`values.py`), never pickled, so that what comes from the code under test has no behaviour; it never sees the
+tests, their process or the verdict.
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ class Remote:
                 for given, now in zip(arguments, after, strict=True):
                     update(given, now)
                 return result
-            self.raise_as(*map(str, rest))
+            self.raise_as(*rest)
 
         call.__name__ = name
         return call
@@ -67,15 +67,15 @@ class Remote:
         except EOFError:
             self.fail("the program ended")
 
-    def raise_as(self, name, text):
-        """Raises the builtin exception of this name."""
-        kind = getattr(builtins, name, None)
+    def raise_as(self, name, text, builtin, arguments):
+        """Raises the builtin exception of which an exception is."""
+        kind = getattr(builtins, str(builtin), None)
         # StopIteration would end a loop of the test as if all was well.
         fits = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS_LOOPS)
         self.text = f"{name}: {text}" if text else name
         try:
-            self.raised = kind(text) if fits else Raised(text)
-        except TypeError:
+            self.raised = kind(*decode(arguments)) if fits else Raised(text)
+        except Exception:
             self.raised = Raised(text)
         raise self.raised
 

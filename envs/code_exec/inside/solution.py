@@ -11,6 +11,15 @@ def describe(error):
         return type(error).__name__, ""
 
 
+def kind_of(error):
+    """The builtin exception that an exception is of the kind of, and its arguments."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    try:
+        return name, encode(list(error.args))
+    except Exception:
+        return name, [describe(error)[1]]
+
+
 def reply_to(namespace, name, arguments, keywords):
     """Calls a function and gives its result, or its error, in the form that `checks.py` expects."""
     try:
@@ -19,7 +28,7 @@ def reply_to(namespace, name, arguments, keywords):
         result = encode(eval(name, namespace)(*arguments, **decode(keywords)))
         return ["value", result, encode(arguments)]
     except BaseException as error:
-        return ["error", *describe(error)]
+        return ["error", *describe(error), *kind_of(error)]
 
 
 def main(code):
@@ -30,7 +39,7 @@ def main(code):
     try:
         exec(compile(code, "main.py", "exec"), namespace)
     except BaseException as error:
-        channel.send(["failed", ": ".join(describe(error))])
+        channel.send(["failed", ": ".join(filter(None, describe(error)))])
         return
     channel.send(["ready"])
     while True:

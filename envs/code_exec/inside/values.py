@@ -3,11 +3,12 @@
 import importlib
 import json
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, deque
 
 _CONTAINERS = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter, "deque": deque,
                "dict_keys": lambda items: dict.fromkeys(items).keys(), "dict_items": lambda items: dict(items).items(),
                "dict_values": lambda items: dict(enumerate(items)).values()}
+_DICTS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _MADE = {"range": "builtins", "Fraction": "fractions", "Decimal": "decimal", "date": "datetime", "time": "datetime",
          "datetime": "datetime", "timedelta": "datetime"}
 """Types of the standard library that are made of plain data, by the modules that have them."""
@@ -20,7 +21,8 @@ def encode(value):
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+        name = next(name for name in reversed(_DICTS) if isinstance(value, _DICTS[name]))
+        return {name: [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
@@ -43,8 +45,8 @@ def decode(data):
     if not isinstance(data, dict):
         return data
     ((name, items),) = data.items()
-    if name == "dict":
-        return {decode(key): decode(item) for key, item in items}
+    if name in _DICTS:
+        return _DICTS[name]({decode(key): decode(item) for key, item in items})
     if name == "complex":
         return complex(*items)
     if name == "bytes":
