@@ -19,6 +19,7 @@ from molt_gym.tokens import Renderer, Row, Trajectory
 from molt_gym.tokens.image_files import put_back
 
 from .algorithms.shaping import ROUNDING
+from .run_dir import holds_run
 from .sft_chats import chat_rows
 from .sft_config import DatasetConfig, RolloutsConfig, SftConfig
 
@@ -180,6 +181,8 @@ def _named(name: str, options: DatasetConfig) -> Iterator[tuple[str, Mapping[str
     if files := sorted(folder.glob("*.jsonl")):
         for file in files:
             yield from _lines(file)
+    elif folder != path and holds_run(path):
+        raise ConfigError(f"data: the run in {path} has no rollouts; name one of train, or other data")
     elif path.is_file() and path.suffix != ".parquet":
         yield from _lines(path)
     else:
@@ -220,6 +223,6 @@ def _dataset(name: str, path: Path, options: DatasetConfig) -> Iterable[Any]:
                                   "which has none; leave both out")
             return datasets.Dataset.from_parquet(str(path))
         return datasets.load_dataset(name, options.subset, split=options.split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"data: {name!r} is no file or run here, and cannot be loaded as a dataset (split "
                           f"{options.split!r}): {error}") from error

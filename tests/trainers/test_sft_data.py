@@ -144,6 +144,18 @@ def test_a_bad_line_is_refused_by_its_number_and_a_cut_one_is_dropped(load: Load
         load(file)
 
 
+def test_folders_that_hold_no_rows_are_refused(load: Load, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    SftConfig().to_toml(tmp_path / "run" / "config.toml")
+    with pytest.raises(ConfigError, match="data: the run in .* has no rollouts; name one of train"):
+        load(tmp_path / "run")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "rows.json").write_text("{]")
+    with pytest.raises(ConfigError, match="data: .* cannot be loaded as a dataset"):
+        load(tmp_path / "broken")
+
+
 @pytest.mark.parametrize(("data", "message"), [
     ("nowhere.jsonl", "data: there is no file nowhere.jsonl"), ([], "data: nothing to learn from; give some rows"),
     (row(), "data: got {'messages'.*write a file, a list of rows"), (3, r"data: got 3 \(int\)"), ("", "data: got ''"),
