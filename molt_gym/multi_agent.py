@@ -122,7 +122,7 @@ class GameEnv(TaskEnv):
                 `_STARTS` games.
         """
         self._choose(seed, options)
-        if not self.seats or len(set(self.seats)) < len(self.seats):
+        if not self.seats or isinstance(self.seats, str) or len(set(self.seats)) < len(self.seats):
             raise ConfigError(f"{self._name}.seats: {self.seats!r}; write a name for each, in the order of play")
         draws = np.random.default_rng([self._index, 1])
         mine, self._opponent = self.seats[draws.integers(len(self.seats))], draws.choice(len(self._opponents))

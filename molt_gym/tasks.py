@@ -121,7 +121,7 @@ def load_tasks(
     split: str = "train",
     *,
     fields: str | Sequence[str] | Mapping[str, str],
-    optional: Sequence[str] = (),
+    optional: str | Sequence[str] = (),
     dataset_split: str | None = None,
     dataset_subset: str | None = None,
     dataset_seed: int | None = None,
@@ -150,7 +150,7 @@ def load_tasks(
     check_split(split)
     if not isinstance(dataset, str | PathLike) or not str(dataset):
         raise ConfigError(f"dataset: {dataset!r:.100}; write the path of a file or a folder, or a name on the hub")
-    fields = [fields] if isinstance(fields, str) else fields
+    fields, optional = ([given] if isinstance(given, str) else given for given in (fields, optional))
     chosen = _columns(fields, optional, names)
     name = str(dataset)
     rows, numbers = read(name, dataset_subset, dataset_split or split)

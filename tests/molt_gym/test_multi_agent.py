@@ -220,7 +220,7 @@ def test_a_game_that_returns_something_else_is_told_what_to_return(monkeypatch, 
         env.step(say("1"))
 
 
-@pytest.mark.parametrize("seats", [(), ("a", "a")])
+@pytest.mark.parametrize("seats", [(), ("a", "a"), ("ab")])
 def test_seats_have_names_of_their_own(monkeypatch, seats) -> None:
     monkeypatch.setattr(Auction, "seats", seats)
     with pytest.raises(ConfigError, match="Auction.seats: .*; write a name for each"):

@@ -78,6 +78,8 @@ def test_columns_go_by_the_names_of_fields(write):
     assert (task.text("question"), task.get("hint"), task.get("extra")) == ("Why?", None, 1)
     (task,) = load_tasks(path, fields={"question": "q"}, dataset_split="all")
     assert task.text("question") == "Why?"
+    (task,) = load_tasks(path, fields="answer", optional="hint", hint_column="extra", dataset_split="all")
+    assert (task.text("answer"), task.get("hint")) == ("so", 1)
 
 
 @settings(max_examples=40, deadline=None)
