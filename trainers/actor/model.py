@@ -180,10 +180,11 @@ def _check_head(model: nn.Module) -> None:
     """Raise ConfigError if a model makes its logits of hidden states in another way than by its output embedding."""
     decoder, head = model.base_model, model.get_output_embeddings()
     # Large, so that what bends logits shows.
-    hidden = torch.linspace(-1e3, 1e3, 2 * head.weight.shape[1], dtype=head.weight.dtype).view(1, 2, -1)
+    like = {"device": head.weight.device, "dtype": head.weight.dtype}
+    hidden = torch.linspace(-1e3, 1e3, 2 * head.weight.shape[1], **like).view(1, 2, -1)
     decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
     try:
-        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits.float()
+        found = model(input_ids=torch.zeros_like(hidden[..., 0], dtype=torch.long), use_cache=False).logits.float()
     finally:
         del decoder.forward
     expected = head(hidden).float()
