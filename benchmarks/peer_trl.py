@@ -79,7 +79,7 @@ def make_rollouts() -> list[list[Trajectory]]:
 
 def ours(path: Path, groups: list[list[Trajectory]], beta: float, options: dict[str, Any]) -> tuple[Any, Gradients]:
     """The mean loss of the two updates, the sum of their gradients, and the advantages; by the actor of training."""
-    kl = {"coefficient": beta, "kind": "k3"}
+    kl = {"coefficient": beta, "kind": "k3"} if beta else {}
     config = load_config("Any-v0", overrides={
         "actor": ADAM, "rollout": {"groups_per_step": 2, "group_size": SIZE, "temperature": TEMPERATURE},
         "algorithm": {"updates_per_batch": 2, "kl": kl, **({} if "ceiling" in options else {"clip_high": 0.28}),

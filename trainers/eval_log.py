@@ -26,7 +26,7 @@ def eval_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         ConfigError: it cannot be made, or a live process is writing to it.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

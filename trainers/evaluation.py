@@ -70,7 +70,7 @@ def evaluate(
                                              ("seed", seed)) if value is not None} | overrides
     with ExitStack() as stack:
         saved = None
-        if isinstance(who, str | os.PathLike) and (saved := _checkpoint(Path(who))) is not None:
+        if isinstance(who, str | os.PathLike) and (saved := _checkpoint(Path(who).expanduser())) is not None:
             who = export(saved, Path(stack.enter_context(TemporaryDirectory(prefix="molt-gym-")), "model"))
         folder = stack.enter_context(eval_folder(out)) if out is not None else None
         parts = [_part(name, who, saved, config, given, folder) for name in ids]

@@ -82,10 +82,10 @@ def export(
     model: str | Path | None = None,
 ) -> Path:
     """See `molt_gym.export`."""
-    checkpoint, out = find_checkpoint(Path(source), step), Path(out)
+    checkpoint, out = find_checkpoint(Path(source).expanduser(), step), Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out: {out} is there already; choose a new folder")
-    base = Path(model or load_state(checkpoint).get("model", ""))
+    base = Path(model or load_state(checkpoint).get("model", "")).expanduser()
     if not (base / "config.json").is_file():
         raise ConfigError(f"model: there is no model folder {base}, with which the run began and whose tokenizer and "
                           "configuration are exported too; name where it is now")

@@ -46,6 +46,12 @@ def test_settings_that_differ_are_named(tmp_path):
             EvalLog(folder, "A-v0", {"endpoint": "x"} | {key: SETTINGS[key] for key in ("seed", "rollout")})
 
 
+def test_a_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with eval_folder("~/out") as folder:
+        assert folder == tmp_path / "out"
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="out: cannot make"), eval_folder(tmp_path / "file" / "out"):

@@ -191,6 +191,11 @@ def no_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molt_gym.trainers.checkpoint._checksum", lambda file: None)
 
 
+def test_folders_may_be_in_the_home_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert molt_gym.export(Path("~") / run.name, "~/exported") == run.parent / "exported"
+
+
 @pytest.mark.parametrize(("options", "step"), [([], 2), (["--step", "1"], 1), (["--step", "best"], 1)])
 def test_the_command_takes_the_newest_checkpoint_or_the_one_named(
     run: Path, tmp_path: Path, options: list[str], step: int, capsys: pytest.CaptureFixture
