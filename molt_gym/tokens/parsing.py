@@ -26,7 +26,7 @@ _OPEN, _CLOSE, _PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 _TAGGED_CALL = re.compile(r"\s*<function=[^>\n]+>.*?</function>(?=\s*</tool_call>)", re.DOTALL)
 _BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
 def parse_reply(text: str, messages: Sequence[Message] = (), *, thinking: bool = False, tools: Tools = ()) -> Message:
@@ -167,10 +167,16 @@ def _call(call: Any) -> Call | None:
 def _xml_form(block: str, tools: Tools) -> Call | None:
     """`<function=add><parameter=a>1</parameter></function>`, the form of Qwen3-Coder."""
     function = _FUNCTION.fullmatch(block)
-    if function is None or _PARAMETER.sub("", function[2]).strip():
+    if function is None:
         return None
-    schema = _parameters(function[1], tools)
-    return function[1], {name: _typed(value, schema.get(name)) for name, value in _PARAMETER.findall(function[2])}
+    schema, arguments, body, position = _parameters(function[1], tools), {}, function[2].strip(), 0
+    # One after the other, as a search for the end of each of many that have none would take minutes.
+    while position < len(body):
+        if (parameter := _PARAMETER.match(body, position)) is None:
+            return None
+        arguments[parameter[1]] = _typed(parameter[2], schema.get(parameter[1]))
+        position = parameter.end()
+    return function[1], arguments
 
 
 def _offered(name: str, tools: Tools) -> Mapping[str, Any] | None:

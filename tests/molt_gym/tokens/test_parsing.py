@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -157,6 +158,13 @@ def test_an_argument_in_tags_is_of_a_type_that_its_schema_allows(schema, written
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
     text = f"<tool_call><function=f><parameter=a>\n{written}\n</parameter></function></tool_call>"
     assert calls_of(parse_reply(text, tools=tools)) == [("f", {"a": expected})]
+
+
+def test_parameters_in_tags_that_are_never_closed_are_given_up_at_once():
+    text = "<tool_call>\n<function=f>\n" + "<parameter=a>\n" * 10_000 + "</function></tool_call>"
+    began = time.process_time()
+    assert parse_reply(text, tools=offer("f"))["content"] == text
+    assert time.process_time() - began < 5
 
 
 def calls_of(message) -> list[tuple]:
