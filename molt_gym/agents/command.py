@@ -23,10 +23,10 @@ import numpy as np
 from ..errors import EnvFailure
 from ..sandbox.base import memory_file
 from ..sandbox.output import Capture, read_until
+from ..strays import end_all, marked
 from .agent import ChatAgent, Result
 from .context import AgentContext
 from .run import ProgramFailed
-from .strays import end_all, marked
 
 __all__ = ["PASSED", "CommandAgent"]
 

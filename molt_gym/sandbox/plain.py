@@ -1,14 +1,14 @@
 """Programs in a process of their own and nothing more: for machines where bubblewrap cannot work.
 
 Given: limits on time, memory of a process, size of a file, open files and output; an environment without a variable of
-the host; an empty working directory; nothing is left running, but for a process that hides in time by clearing its
-environment and leaving its session. **Not given**: the program reads and writes all files that the user may, has the
-network, sees all processes, may start any number of them, and fills the disk. Run only programs that you trust.
+the host; an empty working directory; nothing is left running, also when this process has ended in whatever way, but for
+a process that hides in time by clearing its environment and leaving its session. **Not given**: the program reads and
+writes all files that the user may, has the network, sees all processes, may start any number of them, and fills the
+disk. Run only programs that you trust.
 """
 
 import itertools
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -16,12 +16,10 @@ import sys
 import tempfile
 from contextlib import ExitStack, suppress
 
+from ..strays import MARK, end_all, marked
 from .base import Launch, Limits, Sandbox
 
 __all__ = ["PlainProcess"]
-
-_TAG = "MOLT_GYM_JOB"
-_ROUNDS = 20
 
 
 class PlainProcess(Sandbox):
@@ -32,21 +30,13 @@ class PlainProcess(Sandbox):
         stack.callback(_remove, room)
         folder = os.path.join(room, "tmp")
         os.mkdir(folder)
-        environment = {"HOME": folder, _TAG: secrets.token_hex(16)}
+        environment, _ = marked({"HOME": folder})
         return Launch([os.path.realpath(sys.executable)], environment=environment, cwd=folder)
 
     def _kill(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        tag = f"{_TAG}={launch.environment[_TAG]}".encode()
-        # A process may fork while the list is read: look again until none is left.
-        for _ in range(_ROUNDS):
-            left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, tag)]
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            if not left:
-                return
+        end_all(f"{MARK}={launch.environment[MARK]}")
 
     def _exit_code(self, returncode: int) -> int:
         return returncode if returncode >= 0 else 128 - returncode
@@ -63,11 +53,3 @@ def _remove(room: str) -> None:
                     os.rename(os.path.join(folder, name), os.path.join(room, str(next(names))))
                 os.rmdir(folder)
     shutil.rmtree(room, ignore_errors=True)
-
-
-def _has(pid: int, tag: bytes) -> bool:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return tag in file.read().split(b"\0")
-    except OSError:
-        return False

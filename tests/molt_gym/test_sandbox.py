@@ -19,6 +19,7 @@ from molt_gym.errors import ConfigError, EnvFailure
 from molt_gym.sandbox import SANDBOXES, Limits, Sandbox, check_bubblewrap, make_sandbox
 from molt_gym.sandbox.output import read_until
 from molt_gym.sandbox.seccomp import filter_program
+from molt_gym.strays import end_all
 
 SECRETS = {
     "OPENAI_API_KEY": "canary-openai",
@@ -268,9 +269,10 @@ class TestTime:
         assert all(result.timed_out for result in results)
         assert time.monotonic() - begin <= 3 + 1
 
-    def test_nothing_outlives_a_host_that_is_killed(self):
+    @pytest.mark.parametrize("name", SANDBOXES)
+    def test_nothing_outlives_a_host_that_is_killed(self, name):
         code = sleeper("orphan", 60) + "while True: pass"
-        script = f"from molt_gym.sandbox import *; make_sandbox().run({code!r}, limits=Limits(seconds=60))"
+        script = f"from molt_gym.sandbox import *; make_sandbox({name!r}).run({code!r}, limits=Limits(seconds=60))"
         host = subprocess.Popen([sys.executable, "-c", script])
         deadline = time.monotonic() + 20
         while not processes("orphan") and time.monotonic() < deadline:
@@ -534,7 +536,8 @@ class TestIsolation:
             return  # an ordinary user is running all the other tests
         copied = tmp_path / "copy"
         shutil.copytree(Path(make_sandbox.__code__.co_filename).parent, copied / "molt_gym" / "sandbox")
-        shutil.copy(Path(EnvFailure.__init__.__code__.co_filename), copied / "molt_gym")
+        for part in (EnvFailure.__init__, end_all):
+            shutil.copy(Path(part.__code__.co_filename), copied / "molt_gym")
         (copied / "molt_gym" / "__init__.py").touch()
         (copied / "gymnasium").mkdir()
         (copied / "gymnasium" / "error.py").write_text("class UnregisteredEnv(Exception): pass")

@@ -11,7 +11,7 @@ import pytest
 
 from molt_gym import EnvFailure, PromptTooLong
 from molt_gym.agents import CommandAgent, Result
-from molt_gym.agents.strays import end_all
+from molt_gym.strays import end_all
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_ORG_ID", "DATABASE_URL", "ANTHROPIC_AUTH_TOKEN")
 
@@ -208,7 +208,7 @@ def test_nothing_that_a_program_started_outlives_a_script_that_ends_or_is_killed
 
 NESTED = """
 import os, subprocess, sys
-from molt_gym.agents.strays import marked
+from molt_gym.strays import marked
 environment, _ = marked(dict(os.environ))
 subprocess.run(["sleep", sys.argv[1]], env=environment, start_new_session=True)
 """

@@ -14,9 +14,10 @@ import threading
 import time
 from contextlib import suppress
 
-__all__ = ["end_all", "marked"]
+__all__ = ["MARK", "end_all", "marked"]
 
-_MARK = "MOLT_GYM_RUN"
+MARK = "MOLT_GYM_RUN"
+"""The variable."""
 _ROUNDS = 20
 _STARTING = 0.1
 """Seconds after which a program that was being started when its starter died has its environment."""
@@ -25,7 +26,7 @@ _STARTING = 0.1
 def marked(environment: dict[str, str]) -> tuple[dict[str, str], str]:
     """The environment for one more program, and the mark in it, for `end_all`."""
     secret = f"{_guarded()}-{secrets.token_hex(16)}"
-    return environment | {_MARK: secret}, f"{_MARK}={secret}"
+    return environment | {MARK: secret}, f"{MARK}={secret}"
 
 
 def end_all(mark: str) -> None:
@@ -58,11 +59,11 @@ def _guarded() -> str:
     with _lock:
         if not _owner:
             owner = secrets.token_hex(16)
-            command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), f"{_MARK}={owner}"]
+            command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), f"{MARK}={owner}"]
             # Who reads this process's output to its end does not wait for the guard.
             closed = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
             # Who ends this process by the mark of another one leaves it the guard.
-            environment = {name: value for name, value in os.environ.items() if name != _MARK}
+            environment = {name: value for name, value in os.environ.items() if name != MARK}
             os.posix_spawn(command[0], command, environment, file_actions=closed, setsid=True)
             _owner = owner
         return _owner
