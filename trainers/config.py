@@ -80,10 +80,13 @@ def load_settings(
             sources[path] = source
     if problems:
         raise ConfigError("\n".join(problems))
-    actor = merged.get("actor", {})
-    if actor.get("schedule") == "constant" and sources.get(("actor", "min_lr_ratio")) == "the model's preset":
-        # It belongs to the schedule that the user did not want.
-        del actor["min_lr_ratio"]
+    # What a preset, or the run that is gone on with, says of what the user did not want goes with it.
+    actor, kl = merged.get("actor", {}), merged.get("algorithm", {}).get("kl", {})
+    unwanted = [("actor", "min_lr_ratio")] if actor.get("schedule") == "constant" else []
+    unwanted += [("algorithm", "kl", name) for name in ("kind", "use", "ref")] if kl.get("coefficient") == 0 else []
+    for path in unwanted:
+        if sources.get(path) == "the model's preset":
+            del (actor if path[0] == "actor" else kl)[path[-1]]
     try:
         return schema.model_validate(merged)
     except ValidationError as error:

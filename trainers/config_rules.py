@@ -108,7 +108,6 @@ def _without_effect(config: Config) -> Iterator[str]:
          "a larger overlong_buffer"),
         ("algorithm.kl", kl, ["kind", "use", "ref"], not kl.coefficient, "algorithm.kl.coefficient = 0",
          "kl.coefficient > 0"),
-        ("algorithm.kl", kl, ["horizon"], kl.target is None, "a coefficient that stays", "kl.target"),
         ("algorithm.importance", importance, ["low"], importance.gate != "ratio" or importance.mode == "trunc",
          f"algorithm.importance.{gate}, whose band has an upper end alone", "high in its place"),
         ("rollout", rollout, ["weight_transfer"], rollout.engine == "transformers", "rollout.engine = 'transformers'",

@@ -165,7 +165,6 @@ CONTRADICTIONS = [
     ({"algorithm.overlong_penalty": 2}, "algorithm.overlong_penalty: 2.0 does nothing", "write a larger overlong_b"),
     ({"algorithm.kl.kind": "k2"}, "algorithm.kl.kind: 'k2' does nothing with algorithm.kl.coefficient = 0", "> 0"),
     ({"algorithm.kl.ref": "rollout"}, "algorithm.kl.ref: 'rollout' does nothing", "write kl.coefficient > 0"),
-    ({"algorithm.kl": {"coefficient": 0.1, "horizon": 9}}, "algorithm.kl.horizon: 9 does nothing", "write kl.target"),
     ({"algorithm.importance": {"level": "token", "mode": "trunc", "low": 0.9}}, "algorithm.importance.low: 0.9 does",
      "write high in its place"),
     ({"rollout.weight_transfer": "gloo"}, "rollout.weight_transfer: 'gloo' does nothing", "engine = 'vllm'"),
@@ -195,11 +194,13 @@ def test_their_consistent_counterparts_are_accepted(overrides):
     load_config("X-v0", overrides=overrides)
 
 
-def test_the_end_of_a_presets_schedule_goes_with_the_schedule():
+def test_what_a_preset_says_of_what_the_user_does_not_want_goes_with_it():
     preset = {"actor": {"schedule": "linear", "min_lr_ratio": 0.1}}
     ratios = [load_config("X-v0", preset=preset, overrides=overrides).actor.min_lr_ratio
               for overrides in ({}, {"actor.schedule": "cosine"}, {"actor.schedule": "constant"})]
     assert ratios == [0.1, 0.1, 0.0]
+    preset = {"algorithm": {"kl": {"coefficient": 0.1, "kind": "k2", "ref": "rollout"}}}
+    assert load_config("X-v0", preset=preset, overrides={"algorithm.kl.coefficient": 0}).algorithm.kl.kind == "auto"
 
 
 @pytest.mark.parametrize(("overrides", "level"), [
