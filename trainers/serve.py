@@ -44,7 +44,7 @@ __all__ = ["KEY_VARIABLE", "Endpoint", "Player", "load", "serve", "serve_until_s
 KEY_VARIABLE = "MOLT_GYM_SERVE_KEY"
 """Environment variable with the admin key; without it, the key is made up and printed."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _NO_ENV = "serve"
 """What trajectories have as their env where there is none."""
@@ -191,7 +191,7 @@ def serve_until_stopped(
     endpoint: Endpoint, model: str | None = None, *, env: str | None = None, config: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints how to reach it, and serves until SIGINT or SIGTERM; another one, a second later, does not wait."""
+    """Prints how to reach it, and serves until SIGINT, SIGTERM or SIGHUP; another one, a second later, does not wait."""
     local = asyncio.run(endpoint.check())
     with Recorder(endpoint.out):
         player = load(model, env=env, config=config, **overrides or {})

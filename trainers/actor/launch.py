@@ -226,7 +226,7 @@ def _rank(pipe: Connection, spec: ActorSpec, rank: int, ranks: int, port: int) -
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A terminal sends Ctrl-C to all processes, and Slurm SIGTERM; the first one, which still has to save, decides when
     # this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     quiet_libraries()
     # Two ranks with a thread a core each would fight over the cores.

@@ -28,9 +28,9 @@ from torch import Tensor
 from .vllm_spec import Backend
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""By the kind of device where buckets are made. On a GPU the messages for one take longer, some 5 ms, than its bytes do.
-
-Raising them further costs memory: up to four buckets are there at once."""
+"""By the kind of device where buckets are made, of which up to four are there at once. On a GPU the messages for one
+take longer, some 5 ms, than its bytes.
+"""
 TIMEOUT = 300.0
 """Seconds for one bucket, and for all to join, unless told otherwise."""
 BUCKET_FILE = "bucket.safetensors"

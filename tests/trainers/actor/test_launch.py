@@ -132,7 +132,7 @@ def test_a_save_that_the_disk_refuses_is_an_os_error_after_which_both_ranks_go_o
 
 def test_a_rank_leaves_it_to_the_first_to_react_to_a_signal(pair: LocalActor, random_rows: Rows) -> None:
     (rank,) = ranks_of(pair)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(rank.pid, number)
     time.sleep(0.2)
     assert pair.train(batches(random_rows)["even"])["optim/grad_norm"] > 0
