@@ -25,7 +25,7 @@ def sample(
     """
     temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
     scaled = logits.float() / temperatures[:, None]
-    # The trainer's formula (`algorithms.logprobs`), so that equal logits give equal bits.
+    # The trainer's formula (`actor.head`), so that equal logits give equal bits.
     logprobs = scaled - scaled.logsumexp(dim=-1, keepdim=True)
     if any(s.top_k or s.top_p < 1 for s in samplings):
         logprobs = torch.stack([_truncated(row, s) for row, s in zip(logprobs, samplings, strict=True)])
