@@ -67,7 +67,9 @@ def step(env: gym.Env, reply: Message) -> tuple[Conversation, float, bool, bool,
     if isinstance(told, GameInfo):
         rewards = {seat: finite(value, f"the reward of {seat}") for seat, value in info["rewards"].items()}
         told |= {"rewards": rewards, "results": dict(info.get("results", {}))}
-    return observation, finite(reward, "the reward"), bool(terminated), bool(truncated), told
+    # TimeLimit says of every episode that ends at its limit that it was cut.
+    cut = bool(truncated) and not terminated
+    return observation, finite(reward, "the reward"), bool(terminated), cut, told
 
 
 def leave(env: gym.Env) -> None:

@@ -102,6 +102,11 @@ async def test_the_cap_on_turns_truncates(scripted):
     assert (trajectory.turns, trajectory.reward) == (3, 3.0)
 
 
+async def test_an_end_at_the_cap_on_turns_is_no_cut(scripted):
+    trajectory = await play(scripted(lambda env, message: Turn(reward=1.0, terminated=True), max_turns=1))
+    assert (trajectory.truncated, trajectory.terminated) == (False, True)
+
+
 async def test_rollouts_of_a_group_open_alike_and_groups_differ(scripted):
     def begin(env, index):
         return [{"role": "user", "content": str(env.np_random.integers(10**9))}]
