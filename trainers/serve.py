@@ -191,7 +191,7 @@ def serve_until_stopped(
     endpoint: Endpoint, model: str | None = None, *, env: str | None = None, config: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints how to reach it, and serves until SIGINT, SIGTERM or SIGHUP; another one, a second later, does not wait."""
+    """Prints how to reach it, and serves until a signal ends it; another one, a second later, does not wait."""
     local = asyncio.run(endpoint.check())
     with Recorder(endpoint.out):
         player = load(model, env=env, config=config, **overrides or {})
