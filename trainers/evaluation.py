@@ -5,7 +5,7 @@ started again.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def evaluate(
     wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 1]
     if wrong or (k is not None and not sizes):
         raise ConfigError(f"k: {k!r}; write a number of attempts from 1 on, or a list of them")
-    ids = [env] if isinstance(env, str) else list(dict.fromkeys(env or ()))
+    ids = [env] if isinstance(env, str) else list(dict.fromkeys(env if isinstance(env, Iterable) else ()))
     if not ids:
         raise ConfigError(f"env: got {env!r}; write the id of an env, or a list of those to evaluate")
     who: Any = model if endpoint is None and endpoint_model is None else _endpoint(model, endpoint, endpoint_model)

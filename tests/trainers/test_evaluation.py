@@ -153,6 +153,12 @@ class Bench(ChatEnv):
         return Turn([], 1.0, True)
 
 
+@pytest.mark.parametrize("env", [Bench, None, []])
+def test_what_is_no_id_is_refused(env: Any) -> None:
+    with pytest.raises(ConfigError, match="env: got .*; write the id of an env"):
+        molt_gym.evaluate(env, "tiny")
+
+
 def test_an_env_that_has_held_out_tasks_alone_is_evaluated(tiny_path: Path) -> None:
     molt_gym.register("Bench-v0", Bench)
     small = {"rollout": {"max_tokens": 4, "max_context": 128}, "episodes": 2}
