@@ -45,9 +45,12 @@ def test_a_step_in_which_all_failed_stops_the_run_whatever_the_budgets() -> None
 
 def test_envs_may_name_reasons_of_their_own_in_any_place_that_takes_options() -> None:
     ways = [{"failures__budgets__my_judge": 0.25}, {"failures": {"budgets": {"my_judge": 0.25}}},
-            parse_cli(["--failures.budgets.my-judge", "0.25"])]
+            parse_cli(["--failures.budgets.my_judge", "0.25"])]
     for way in ways:
         assert load_config("Any-v0", overrides=way).failures.budgets == {"my_judge": 0.25}
+    # A reason is written as the env writes it.
+    budgets = load_config("Any-v0", overrides=parse_cli(["--failures.budgets.tool-box", "0.5"])).failures.budgets
+    assert budgets == {"tool-box": 0.5}
 
 
 @pytest.mark.parametrize("wrong", [{3: 0.1}, {"judge": 2}, {"judge": "often"}])
