@@ -52,7 +52,9 @@ setup: $(VENV)/.ready
 
 engines: setup $(VENV)/.engines
 
-# The code is left uncompiled: that saves more time here than the first imports cost later.
+# The code is left uncompiled: that saves more time here than the first imports cost later, if they may keep what they
+# compile; else each process would compile all of it again, which takes as long as all else that it does at its start.
+unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.locked: cpu.lock
 	@test -n "$(PYTHON)" || { echo "Python >= 3.11 with venv is needed; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "Setting up $(VENV) with $(PYTHON): some 350 MB to fetch, 1.5 GB on disk"
