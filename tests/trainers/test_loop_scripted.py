@@ -6,7 +6,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -555,22 +555,25 @@ async def test_the_first_interrupt_is_answered_at_once_and_the_step_under_way_is
     assert "interrupted after step 1, saved as" in parts.out.getvalue()
 
 
-async def test_an_interrupt_while_a_run_that_failed_comes_to_rest_does_not_lose_what_it_learnt(parts_of) -> None:
-    parts, resting, go = parts_of(), asyncio.Event(), asyncio.Event()
-    original = parts.play
-
-    async def play(ticket: Any) -> Trajectory:
-        trajectory = await original(ticket)
+def without_judge(play: Callable[[Any], Awaitable[Trajectory]]) -> Callable[[Any], Awaitable[Trajectory]]:
+    """Rollouts of step 2 fail."""
+    async def failing(ticket: Any) -> Trajectory:
+        trajectory = await play(ticket)
         if ticket.step == 2:
             trajectory.reward, trajectory.failure = None, Failure("judge", "is away", "")
         return trajectory
 
+    return failing
+
+
+async def test_an_interrupt_while_a_run_that_failed_comes_to_rest_does_not_lose_what_it_learnt(parts_of) -> None:
+    parts, resting, go = parts_of(), asyncio.Event(), asyncio.Event()
     async def close(original: Callable = parts.pool.close) -> None:
         resting.set()
         await go.wait()
         await original()
 
-    parts.play, parts.pool.close = play, close
+    parts.play, parts.pool.close = without_judge(parts.play), close
     run = asyncio.create_task(parts.run())
     await asyncio.wait_for(resting.wait(), WAIT)
     run.cancel()
@@ -582,18 +585,11 @@ async def test_an_interrupt_while_a_run_that_failed_comes_to_rest_does_not_lose_
 
 async def test_what_ended_a_run_is_told_also_where_its_state_cannot_be_saved(parts_of) -> None:
     parts = parts_of()
-    original = parts.play
-
-    async def play(ticket: Any) -> Trajectory:
-        trajectory = await original(ticket)
-        if ticket.step == 2:
-            trajectory.reward, trajectory.failure = None, Failure("judge", "is away", "")
-        return trajectory
 
     def save(folder: Path) -> None:
         raise RuntimeError("the device is gone")
 
-    parts.play, parts.save = play, save
+    parts.play, parts.save = without_judge(parts.play), save
     with pytest.raises(RunFailed, match="2 of 2 rollouts of step 2 failed .judge 2"):
         await asyncio.wait_for(parts.run(), WAIT)
     assert "failed after step 1, not saved (the device is gone)" in parts.out.getvalue()
