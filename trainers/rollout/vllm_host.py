@@ -37,6 +37,8 @@ from .vllm_lifetime import end_with_parent
 from .vllm_reply import generation_of
 from .vllm_spec import ADAPTER, HostSpec, engine_arguments
 
+WHOLE_REPLIES = {False: "WholeReplies", True: "AsyncWholeReplies"}
+"""In vllm_scheduler, by whether vLLM prepares the next step while one is computed."""
 PARENT_CHECK = 1.0
 """Seconds between two looks at whether the parent lives."""
 SETTLE = 0.05
@@ -58,6 +60,10 @@ class VllmHost:
             # Before vLLM 0.32 patches are never normalised by the engine.
             arguments.pop("mm_device_do_normalize", None)
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        scheduling = config.scheduler_config
+        if scheduling.scheduler_cls is None and not spec.routed_experts:
+            # Which experts a token went to must be sent with it.
+            scheduling.scheduler_cls = f"{__package__}.vllm_scheduler.{WHOLE_REPLIES[scheduling.async_scheduling]}"
         self._vision = Vision.of(spec.model, max_pixels=spec.max_pixels) if spec.vision else None
         if spec.cpu:
             # vLLM would start its process from scratch and import everything again; this one has used no threads yet.
@@ -130,7 +136,7 @@ class VllmHost:
             logprobs=min(sampling.top_logprobs, self._vocabulary), prompt_logprobs=None, bad_words=None,
             logit_bias=None, allowed_token_ids=None, detokenize=bool(sampling.stop), skip_special_tokens=False,
             spaces_between_special_tokens=False, include_stop_str_in_output=True,
-            output_kind=RequestOutputKind.FINAL_ONLY)
+            flat_logprobs=not sampling.top_logprobs, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def score(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """Log-probability of each id but the first after those before it; before any reply.

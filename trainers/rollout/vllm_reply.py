@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm.logprobs import FlatLogprobs
 
 from molt_gym.tokens import Generation
 from molt_gym.tokens.generation import TOP
@@ -22,7 +23,10 @@ def generation_of(
         most: how many of the likeliest tokens of each place to tell.
     """
     sampled = list(output.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(sampled, output.logprobs or (), strict=True)]
+    if isinstance(output.logprobs, FlatLogprobs):
+        logprobs = output.logprobs.logprobs
+    else:
+        logprobs = [entry[token].logprob for token, entry in zip(sampled, output.logprobs or (), strict=True)]
     ends = [start for _, start in starts[1:]] + [len(sampled)]
     versions = [version for (version, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
     reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .vllm_adapter import put_adapter
+from .vllm_in_place import loads_in_place
 from .vllm_lifetime import end_with_parent
 from .vllm_routing import RoutingRecorder
 from .vllm_spec import TRANSFER, Backend, Lora
@@ -52,7 +53,7 @@ class Announcement(WeightTransferUpdateInfo):
 
 
 class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
-    """Receives buckets and loads them layer by layer, as vLLM reloads a checkpoint.
+    """Receives buckets and loads them: into the parameters themselves, or layer by layer, as vLLM reloads a checkpoint.
 
     Where the engine takes adapters, it keeps what comes for `WorkerExtension.use_adapter`.
     """
@@ -60,6 +61,7 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
     init_info_cls = Invitation
     update_info_cls = Announcement
     _group: dist.ProcessGroup | None = None
+    _in_place = False
 
     def init_transfer_engine(self, init_info: Invitation) -> None:
         """Join the trainer's group."""
@@ -81,7 +83,9 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
                     # Else the experts' packed weights are copied over as if they were not packed.
                     method.moe_kernel = None
         self._expected = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
+        self._in_place = self.device.type == "cuda" and loads_in_place(self.model)
+        if not self._in_place:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a bucket; unlike the base class, without asking for an accelerator."""
@@ -108,7 +112,6 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
         return unpack(self._flat(update_info), update_info.names, update_info.shapes)
 
     def _flat(self, update_info: Announcement) -> torch.Tensor:
-        # A buffer of its own for each bucket: vLLM keeps what it was given until a layer is whole.
         if update_info.handles is not None:
             from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -117,7 +120,9 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
                 raise ValueError(f"no weights on the engine's device {self.device}; the actor has other ones")
             arguments = list(pickle.loads(handle))
             arguments[6] = self.device.index
-            return rebuild_cuda_tensor(*arguments).clone()
+            shared = rebuild_cuda_tensor(*arguments)
+            # When it reloads, vLLM keeps what it was given until a layer is whole.
+            return shared if self._in_place else shared.clone()
         size = sum(torch.Size(shape).numel() for shape in update_info.shapes)
         flat = torch.empty(size, dtype=self.model_config.dtype, device=self.device)
         broadcast(self._group, flat)
@@ -131,7 +136,8 @@ class BucketTransfer(WeightTransferEngine[Invitation, Announcement]):
         """
         if self.vllm_config.lora_config is not None:
             return
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self._in_place:
+            finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             for module in self.model.modules():
                 # A head that is tied to the embedding got nothing of its own, and keeps a packed copy of the old one.

@@ -69,7 +69,8 @@ async def host(monkeypatch):
     from molt_gym.trainers.rollout import vllm_host
 
     fake = Fake()
-    config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 1000))
+    config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
+                             scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False))
     engine_args = SimpleNamespace(create_engine_config=lambda: config)
     monkeypatch.setattr(vllm_host, "AsyncEngineArgs", lambda **_: engine_args)
     monkeypatch.setattr(vllm_host, "AsyncLLM", SimpleNamespace(from_vllm_config=lambda *_, **__: fake))
