@@ -30,8 +30,7 @@ def admitted(spec: "ActorSpec") -> bool:
     """
     shape, plan = planned(spec)
     known = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
-    # Where one rank has all of a parameter, there is nothing to wait for.
-    return fit(shape, plan, known) and plan.sizes.shards > 1
+    return fit(shape, plan, known)
 
 
 def describe(spec: "ActorSpec") -> str:

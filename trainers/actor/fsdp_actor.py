@@ -114,8 +114,11 @@ class FsdpActor:
     ) -> Metrics:
         """One update on some rows of the window; names: prefixes of the metrics of loss and optimizer."""
         total: Metrics = {}
+        whole = self._layout.sizes.shards == 1
         for batch, own, last in self._dealer.dealt(rows, self._config.actor.micro_batch_tokens, window):
             learner.policy.set_requires_gradient_sync(last or not self._sums_first)
+            # A rank that has all weights gathers them at once: they stay until the optimizer changes them.
+            learner.policy.set_reshard_after_backward(last or not whole)
             loss, metrics = loss_of(batch)
             (loss if own else loss * 0).backward()
             if own:

@@ -233,8 +233,12 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
         targets += top["id"].flatten().tolist()
     by_source = source_of.argsort(stable=True)
 
+    def moved(tensor: Tensor) -> Tensor:
+        # From other memory a GPU takes it only once all that was asked of it before is done.
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
     def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=device)
+        return moved(torch.tensor(list(values), dtype=dtype))
 
     order = [row for trie in tries for row in trie.rows]
     experts = _experts(tries, size + padding)
@@ -245,11 +249,11 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
 
     return MicroBatch(
         flat(ids + [0] * padding, torch.long)[None], flat(places + [0] * padding, torch.long)[None],
-        flat(ends, torch.long), size, pairs, sources.to(device), source_of.to(device), by_source.to(device),
+        flat(ends, torch.long), size, pairs, moved(sources), moved(source_of), moved(by_source),
         chunk_edges(source_of[by_source], len(sources)), flat(targets, torch.long), flat(behaviour, torch.float32),
         flat(advantages, torch.float32), flat(weights, torch.float32), flat(numbers, torch.long), order,
-        known("ref_logprobs"), known("values"), known("returns"), None if experts is None else experts.to(device),
-        None if top is None else torch.from_numpy(top["logprob"].copy()).to(device))
+        known("ref_logprobs"), known("values"), known("returns"), None if experts is None else moved(experts),
+        None if top is None else moved(torch.from_numpy(top["logprob"].copy())))
 
 
 def _top(tries: Sequence[Trie]) -> np.ndarray | None:

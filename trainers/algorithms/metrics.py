@@ -16,7 +16,7 @@ def mean_of(values: Tensor) -> Tensor:
     """The [2] tensor that stands for the mean of `values`, detached and in float64 where the device has it."""
     dtype = torch.float32 if values.device.type == "mps" else torch.float64
     total = values.detach().to(dtype).sum()
-    return torch.stack([total, total.new_tensor(values.numel())])
+    return torch.stack([total, torch.full_like(total, values.numel())])
 
 
 def add(total: Metrics, new: Metrics) -> None:
