@@ -5,7 +5,6 @@ both that. What sees what is an argument of the forward pass, so layers that are
 what they saw.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +32,16 @@ _DENSE = 256
 """Neighbours that see nothing of each other are still computed together up to so many tokens."""
 
 
-@dataclass(frozen=True)
 class Visible:
-    """What sees what in one packed sequence: `ends` [T], on the device of the model."""
+    """What sees what in one packed sequence: `ends` [T], on the device of the model.
 
-    ends: Tensor
+    No dataclass, as FSDP makes each layer a new one of those, for which all would be worked out again.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, ends: Tensor) -> None:
+        self.ends = ends
         # Layers that are compiled cannot work it out.
-        _ = self.blocks if self.ends.device.type == "cuda" else None
+        _ = self.blocks if ends.device.type == "cuda" else None
 
     @staticmethod
     def multiple(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM
 
 from molt_gym.errors import ConfigError
+from molt_gym.trainers.actor.attention import Visible
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
+from molt_gym.trainers.actor.model import sharded_parts
 from molt_gym.trainers.actor.packing import TrainRow
 from molt_gym.trainers.export import export_checkpoint
 
@@ -158,6 +163,33 @@ def test_passes_without_gradients_have_a_budget_of_their_own_and_what_they_tell_
     (scores, many), (others, one) = outcomes
     assert one == 1 and many > 1
     assert [value for row in scores for value in row] == pytest.approx([v for row in others for v in row], abs=1e-5)
+
+
+def test_what_layers_share_is_worked_out_once_a_pass_and_weights_are_gathered_once_an_update(
+    start: Start, spec: Build, random_rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: dict[str, int] = Counter()
+
+    def counted(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            done[name] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Visible, "__init__")
+    counted(FSDPParamGroup, "_to_unsharded")
+    counted(_fsdp_param_group, "foreach_reduce")
+    actor = start(spec(actor__micro_batch_tokens=1))
+    policy = actor._first._policy
+    policy.register_forward_hook(lambda *_: done.update(["pass"]))
+    for _ in range(2):
+        actor.train([random_rows(4, 3)])
+    assert done["pass"] > 4
+    assert done["__init__"] == done["pass"]
+    assert done["_to_unsharded"] == done["foreach_reduce"] == 2 * len(sharded_parts(policy))
 
 
 @pytest.mark.slow
