@@ -27,8 +27,8 @@ class TrainRates(Section):
 class EngineRates(Section):
     """Of an engine."""
 
-    token: NotNegative = 5.0e-5
-    """Seconds of an engine's process a token, 19,901 tokens/s at 0.6B: "h200-rollout-in-training"."""
+    token: NotNegative = 2.8e-5
+    """Seconds of an engine's process a token, 36,100 tokens/s of 256 requests at 0.6B: "h200-peer-step-06b"."""
     memory: Positive = 4.8e12
     """Bytes a second that a GPU can read: data sheet of the H200."""
     reads: Share = 0.6
@@ -40,10 +40,10 @@ class EngineRates(Section):
 class WeightRates(Section):
     """Of an update of the engines' weights."""
 
-    fixed: NotNegative = 0.29
-    """Seconds of one of next to no bytes: "h200-tiny"."""
-    bytes_per_s: Positive = 8.4e9
-    """Bytes a second beyond that, from .43 s for 1.19 GB: "h200-rollout-in-training"."""
+    fixed: NotNegative = 0.23
+    """Seconds of one of next to no bytes, from .25 s for 1.19 GB: "h200-peer-step-06b"."""
+    bytes_per_s: Positive = 5.0e10
+    """Bytes a second beyond that, within a GPU, from .38 s for 8.05 GB: "h200-peer-step-4b"; networks may be slower."""
 
 
 class EpisodeRates(Section):

@@ -127,10 +127,10 @@ def test_a_pause_sends_what_waits_even_if_no_step_was_on_its_way():
     assert not scheduler.has_requests()
     pause(scheduler)
     assert scheduler.has_requests()
-    assert step(scheduler) == [("a", [1], [-1 / 8], None)]
+    assert step(scheduler) == [("a", [1], None, None)]
     assert not scheduler.has_requests()
     pause(scheduler, False)
-    assert step(scheduler, ("a", [2], STOP)) == [("a", [2], [-2 / 8], STOP)]
+    assert step(scheduler, ("a", [2], STOP)) == [("a", [2], [-1 / 8, -2 / 8], STOP)]
 
 
 def test_a_reply_that_ends_without_another_token_is_sent_with_those_that_it_had():
@@ -164,9 +164,9 @@ def test_whatever_the_steps_and_pauses_each_reply_arrives_in_order_and_complete(
                     data.draw(st.sampled_from([None, None, STOP]))) for name in names]
         for name, ids, _ in sampled:
             sent.setdefault(name, []).extend(ids)
-        for name, ids, values, _ in step(scheduler, *sampled):
-            assert values == [logprob(token) for token in ids]
+        for name, ids, values, reason in step(scheduler, *sampled):
             got.setdefault(name, []).extend(ids)
+            assert values == (None if reason is None else [logprob(token) for token in got[name]])
         assert not scheduler.has_requests()
         for name, _, reason in sampled:
             assert reason is None or got[name] == sent[name]
