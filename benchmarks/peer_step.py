@@ -22,6 +22,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,10 @@ def steps(out: Path) -> list[dict[str, float]]:
 
 def trl(model: Path, out: Path, options: argparse.Namespace, _: dict[str, Any]) -> None:
     """The same with TRL, and leave a line a step; its tokens are those that its rewards were asked about."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        # Else it takes the same one each time, which another run on this machine may have.
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

@@ -5,7 +5,8 @@
 
 The model has random weights, made here; it stands for the trainer, on the same device. Requests of 128 random ids ask
 for `--new` tokens each, with log-probabilities. Updates come evenly within the second batch, while its requests are in
-flight; after each the engine's log-probabilities of a text are compared with the model's.
+flight; after each the engine's log-probabilities of a text are compared with the model's. With `--by-token` a second
+engine, which hands every token over by itself as vLLM does, tells what whole replies save.
 """
 
 import argparse
@@ -107,6 +108,20 @@ async def update(engine: VllmEngine, model: Qwen3ForCausalLM, number: int) -> di
                     strict=True))
 
 
+async def rate_by_token(folder: Path, renderer: Renderer, dtype: torch.dtype, arguments: dict[str, float],
+                        options: argparse.Namespace) -> float:
+    """Tokens a second with the scheduler that vLLM would take."""
+    scheduler = "async_scheduler.AsyncScheduler" if torch.cuda.is_available() else "scheduler.Scheduler"
+    engine = VllmEngine(folder, renderer, dtype=dtype, max_context=PROMPT + options.new + 8,
+                        max_sequences=options.requests + 1,
+                        engine_args={**arguments, "scheduler_cls": f"vllm.v1.core.sched.{scheduler}"})
+    try:
+        await Batch(engine, options, 1).ended()
+        return (await Batch(engine, options, 2).ended())[0]
+    finally:
+        await engine.close()
+
+
 async def measure(options: argparse.Namespace) -> None:
     """Run and print the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,6 +150,7 @@ async def measure(options: argparse.Namespace) -> None:
             with_updates, versions = await batch.ended()
         finally:
             await engine.close()
+        by_token = await rate_by_token(Path(folder), renderer, dtype, arguments, options) if options.by_token else None
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     print(f"\n{name}, Python {platform.python_version()}, torch {torch.__version__}, vLLM {_vllm()}, "
           f"transformers {version('transformers')}; {options.shape}, {dtype}, {size / 1e9:.2f} GB of weights")
@@ -142,6 +158,9 @@ async def measure(options: argparse.Namespace) -> None:
             (f"tokens/s, {options.requests} requests of {PROMPT} + {options.new}", f"{alone:,.0f}"),
             (f"the same with {options.updates} updates, as far as they come before it ends", f"{with_updates:,.0f}"),
             ("ratio", f"{with_updates / alone:.2f}")]
+    if by_token:
+        rows.insert(2, ("without updates, over the rate of an engine that hands tokens over one by one",
+                        f"{alone / by_token:.2f}"))
     rows += [(f"{phase}, mean", f"{1e3 * fmean(times[phase] for times in phases):.0f} ms") for phase in phases[0]]
     rows += [("weights transferred", f"{size / 1e9 / fmean(times['transfer'] for times in phases):.1f} GB/s"),
              ("tokens by version", ", ".join(f"{v}: {n:,}" for v, n in sorted(versions.items()))),
@@ -168,4 +187,5 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--updates", type=int, default=2)
+    parser.add_argument("--by-token", action="store_true")
     asyncio.run(measure(parser.parse_args()))

@@ -29,7 +29,7 @@ from .dealing import Dealer
 from .flops import peak_operations, rates
 from .lora import without_adapters
 from .model import Policy, Told, load_policy, reshard
-from .packing import MicroBatch, TrainRow, build_trie
+from .packing import MicroBatch, Order, TrainRow, build_trie
 from .parallel import Layout
 from .routing import Routing
 from .scoring import Scores, Scoring, by_row, token_advantages
@@ -204,7 +204,7 @@ class FsdpActor:
     @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow], tell: Mapping[str, Tell]) -> dict[str, Scores]:
         """What each of `tell` says of the trained tokens; all ranks need it for their shares of windows."""
-        told: list[tuple[list[TrainRow], dict[str, Tensor]]] = []
+        told: list[tuple[Order, dict[str, Tensor]]] = []
         limit = self._config.actor.logprob_micro_batch_tokens or 4 * self._config.actor.micro_batch_tokens
         for batch, own, _ in self._dealer.dealt(rows, limit, rows) if tell else ():
             values = {name: one(batch) for name, one in tell.items()}

@@ -8,7 +8,7 @@ state of its predecessor in its own row.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -124,6 +124,16 @@ class Trie:
     paths: list[list[int]]
 
 
+class Order:
+    """Rows one after the other, in what FSDP does not look for tensors: it would go through all of their numbers."""
+
+    def __init__(self, rows: list[TrainRow]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[TrainRow]:
+        return iter(self._rows)
+
+
 @dataclass
 class MicroBatch:
     """Tries side by side in one sequence of T tokens, and the flat list of their trainable tokens [N].
@@ -150,7 +160,7 @@ class MicroBatch:
     advantages: Tensor
     weights: Tensor
     rows: Tensor
-    order: list[TrainRow]
+    order: Order
     reference: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
@@ -240,7 +250,7 @@ def collate(tries: Sequence[Trie], device: torch.device, multiple: int = 1) -> M
     def flat(values: Iterable[float], dtype: torch.dtype) -> Tensor:
         return moved(torch.tensor(list(values), dtype=dtype))
 
-    order = [row for trie in tries for row in trie.rows]
+    order = Order([row for trie in tries for row in trie.rows])
     experts = _experts(tries, size + padding)
 
     def known(name: str) -> Tensor | None:

@@ -55,7 +55,7 @@ class Scoring:
         return self.kl_loss or self.entropy
 
 
-def by_row(told: Iterable[tuple[Sequence[TrainRow], Mapping[str, Tensor]]], name: str) -> Scores:
+def by_row(told: Iterable[tuple[Iterable[TrainRow], Mapping[str, Tensor]]], name: str) -> Scores:
     """What micro-batches of rows were told under a name, [N] each, by row."""
     return {row.row: part.tolist() for rows, values in told
             for row, part in zip(rows, values[name].cpu().split([len(row.trained) for row in rows]), strict=True)}

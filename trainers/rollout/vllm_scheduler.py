@@ -1,9 +1,9 @@
 """vLLM's scheduler, with replies that leave the engine's process whole.
 
-vLLM sends each token with its log-probability through three Python objects from one process to the other, which takes
-longer than computing it: of a model of 0.6 billion parameters half of the time. Here what is sampled waits with the
-scheduler until its reply ends. Invariant: while the engine is paused no id waits, so that who counts the tokens of the
-requests in flight then knows which weights sampled what.
+vLLM hands each token with its log-probability from one process to the other, in Python, which on a GPU takes as long as
+computing it (`benchmarks/vllm_updates.py --by-token` tells the ratio). Here what is sampled waits with the scheduler
+until its reply ends. Invariant: while the engine is paused no id waits, so that who counts the tokens of the requests
+in flight then knows which weights sampled what.
 """
 
 from collections.abc import Iterable, Iterator

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
 from transformers import AutoModelForCausalLM
 
 from molt_gym.trainers.actor.attention import ATTENTION
@@ -163,3 +164,13 @@ def test_ranks_get_about_the_same_number_of_tokens() -> None:
             for number, length in enumerate([8, 7, 6, 5, 4, 3, 2, 1])]
     loads = [sum(len(row.ids) for row in share) for share in balance(rows, 2)]
     assert loads == [18, 18]
+
+
+def test_fsdp_finds_the_tensors_of_a_batch_and_does_not_go_through_its_rows() -> None:
+    seen: list[Tensor] = []
+    rows = [TrainRow([1, 2, number], [0, 0, 1], [0.0, 0.0, -0.5], 1.0, 0.1, number, 0) for number in range(3)]
+    batch = collate([build_trie(rows)], CPU)
+    copy = _apply_to_tensors(lambda tensor: seen.append(tensor) or tensor, batch)
+    assert any(tensor is batch.input_ids for tensor in seen)
+    assert copy.order is batch.order
+    assert len(list(batch.order)) == 3
