@@ -13,7 +13,9 @@ THINK, END_THINK, CALL, END_CALL, END = 259, 260, 267, 268, 257
 
 
 def test_a_parser_without_vllm_is_refused(tokenizer_of, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in {"vllm", *(name for name in sys.modules if name.startswith("vllm."))}:
+        # Others' tests may have loaded it.
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="tool_parser 'vllm:hermes'.*vLLM cannot be imported"):
         Renderer(tokenizer_of("chatml"), tool_parser="vllm:hermes")
 
