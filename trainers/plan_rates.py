@@ -28,7 +28,7 @@ class EngineRates(Section):
     """Of an engine."""
 
     token: NotNegative = 2.8e-5
-    """Seconds of an engine's process a token, 36,100 tokens/s of 256 requests at 0.6B: "h200-peer-step-06b"."""
+    """Seconds of an engine's process a token, 131,058 in 3.63 s at 0.6B: "h200-peer-step-06b"."""
     memory: Positive = 4.8e12
     """Bytes a second that a GPU can read: data sheet of the H200."""
     reads: Share = 0.6

@@ -13,7 +13,7 @@ AS_STORED = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 def loads_in_place(model: torch.nn.Module) -> bool:
     """Whether kernels read parameters as checkpoints have them, on a GPU, so that they can be written over.
 
-    That takes a quarter of the time of vLLM's reloading, which makes each layer anew and then processes it.
+    vLLM's own reloading, which makes each layer anew and then processes it, takes longer.
     """
     for module in model.modules():
         processes = getattr(module, "process_weights_after_loading", None)

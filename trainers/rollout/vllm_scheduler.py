@@ -1,7 +1,7 @@
 """vLLM's scheduler, with replies that leave the engine's process whole.
 
-vLLM hands each token with its log-probability from one process to the other, in Python, which on a GPU takes as long as
-computing it (`benchmarks/vllm_updates.py --by-token` tells the ratio). Here what is sampled waits with the scheduler
+vLLM hands each token with its log-probability from one process to the other, in Python, which takes a large part of a
+step (`benchmarks/vllm_updates.py --by-token` tells how much). Here what is sampled waits with the scheduler
 until its reply ends. Invariant: while the engine is paused no id waits, so that who counts the tokens of the requests
 in flight then knows which weights sampled what.
 """

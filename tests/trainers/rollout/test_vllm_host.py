@@ -64,21 +64,41 @@ class Fake:
         return self.resets
 
 
-@pytest.fixture
-async def host(monkeypatch):
+def make(monkeypatch, scheduler: str | None = None, ahead: bool = False, **spec):
     from molt_gym.trainers.rollout import vllm_host
 
     fake = Fake()
     config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
-                             scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False))
+                             scheduler_config=SimpleNamespace(scheduler_cls=scheduler, async_scheduling=ahead))
     engine_args = SimpleNamespace(create_engine_config=lambda: config)
     monkeypatch.setattr(vllm_host, "AsyncEngineArgs", lambda **_: engine_args)
     monkeypatch.setattr(vllm_host, "AsyncLLM", SimpleNamespace(from_vllm_config=lambda *_, **__: fake))
     monkeypatch.setattr(vllm_host, "engine_arguments", lambda _: {})
     # Versions are then known from what each request had at the update, as in releases whose outputs tell none.
-    host = vllm_host.VllmHost(HostSpec("model", "float32", 256, 8, (2,), "gloo", cpu=False, spans=False))
-    host.fake = fake
+    host = vllm_host.VllmHost(HostSpec("model", "float32", 256, 8, (2,), "gloo", cpu=False, spans=False,
+                                       **spec))
+    host.fake, host.scheduler = fake, config.scheduler_config.scheduler_cls
     return host
+
+
+@pytest.fixture
+async def host(monkeypatch):
+    return make(monkeypatch)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_replies_are_sent_whole_by_a_scheduler_like_the_one_that_vllm_would_take(monkeypatch, ahead):
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    chosen = resolve_obj_by_qualname(make(monkeypatch, ahead=ahead).scheduler)
+    assert chosen.__mro__[1].__name__ == "Whole"
+    assert issubclass(chosen, AsyncScheduler) == ahead
+
+
+async def test_a_scheduler_that_was_asked_for_stays_and_experts_are_sent_with_their_tokens(monkeypatch):
+    assert make(monkeypatch, "their.Scheduler").scheduler == "their.Scheduler"
+    assert make(monkeypatch, routed_experts=True).scheduler is None
 
 
 async def update(host, version: int) -> None:
