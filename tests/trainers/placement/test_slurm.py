@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +54,7 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=high Nodes=ALL PriorityTier=9
 """
+SETTLED = timedelta(seconds=3)
 SETTINGS = """\
 #SBATCH --cpus-per-task=2
 #SBATCH --time=20
@@ -151,7 +153,7 @@ def went_on(slurm: Slurm, job: str, run: Path, steps: int, interrupt: Callable[[
 
     def runs(true: Callable[[], object]) -> None:
         until(lambda: true() or slurm.shown(job).get("JobState") in ("FAILED", "CANCELLED", "TIMEOUT"), log)
-        assert true(), log()
+        assert true(), f"{log()}\n{slurm.shown(job)}\n{slurm.said()[-3000:]}"
 
     runs(lambda: len(steps_of(run)) >= 2)
     interrupt()
@@ -161,10 +163,12 @@ def went_on(slurm: Slurm, job: str, run: Path, steps: int, interrupt: Callable[[
 
     def again() -> bool:
         shown = slurm.shown(job)
-        if shown.get("JobState") == "PENDING":
-            # Else Slurm waits until the credentials of the first start have expired.
+        asked = datetime.fromisoformat(shown["SubmitTime"])
+        if shown["JobState"] == "PENDING" and datetime.now() - asked > SETTLED:
+            # Else Slurm waits until the credentials of the first start have expired. In the second in which it ended
+            # the first start a node refuses the next, and the job fails.
             slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return shown.get("Restarts") == "1" and shown["JobState"] == "COMPLETED"
+        return shown["Restarts"] == "1" and shown["JobState"] == "COMPLETED"
 
     runs(again)
     assert steps_of(run) == list(range(1, steps + 1))
