@@ -26,7 +26,7 @@ from .config import Config, load_config, load_settings
 from .distill import SETTINGS as DISTILLATION
 from .placement.places import Parts, choose
 from .plan_parts import Fleet, rollout_lines, step_lines
-from .plan_rates import Rates
+from .plan_rates import Rates, TrainRates
 from .rollout.mixture import split
 from .rollout.vllm_spec import LENT_GPU, SHARED_GPU, engine_workers
 from .session import merge, mixed_preset, pick_dtype
@@ -36,6 +36,9 @@ from .sft_loop import actor_config
 MEMORY = {"h100": 79.1, "h200": 139.8, "b200": 178.3, "b300": 267.6}
 """GiB of a GPU that programs can have: an H200's as measured, of the others what nvidia-smi is reported to show, less a
 little."""
+SPEED = {"h100": (1.0, 3.35e12, 450e9), "b200": (2.27, 8e12, 900e9), "b300": (2.27, 8e12, 900e9)}
+"""Products of matrices over an H200's in bfloat16, and bytes a second of memory and NVLink, by the data sheets (989 and
+2,250 TFLOP/s)."""
 ALONE = 0.92
 """Share of a GPU's memory that vLLM takes if it is not told otherwise."""
 
@@ -78,6 +81,13 @@ class Cluster:
         return cls(int(said.get("nodes", 1)) if nodes is None else nodes, int(count), kind,
                    MEMORY[kind.lower()] if memory is None else memory, cpus)
 
+    def rates(self) -> dict[str, dict[str, float]]:
+        """Those of `Rates` in which its GPUs differ from an H200, as far as they are known."""
+        if self.kind.lower() not in SPEED:
+            return {}
+        products, memory, link = SPEED[self.kind.lower()]
+        return {"train": {"peak": TrainRates().peak * products, "within": link}, "engine": {"memory": memory}}
+
 
 def plan(path: Path, overrides: Mapping[str, Any] | None = None, *, gpus: str | None = None, nodes: int | None = None,
          memory: float | None = None, rates: Path | None = None) -> str:
@@ -89,14 +99,15 @@ def plan(path: Path, overrides: Mapping[str, Any] | None = None, *, gpus: str | 
         gpus: of a node, KIND:COUNT; without it, as the file's #SBATCH lines say, and so for `nodes`.
         nodes: of the cluster.
         memory: GiB of a GPU.
-        rates: TOML file with rates, see `plan_rates.Rates`.
+        rates: TOML file with rates, see `plan_rates.Rates`; those that it leaves out are as an H200 has them, or as
+            `SPEED` says of the kind.
 
     Raises:
         ConfigError: a setting is wrong, or the run cannot fit.
     """
-    measured = load_settings(Rates, {}, file=rates)
     schema = schema_of(path)
     cluster = Cluster.of(path.read_text(encoding="utf-8"), gpus, nodes, memory)
+    measured = load_settings(Rates, {}, file=rates, preset=cluster.rates())
     if schema is SftConfig:
         return _sft_plan(path, overrides, cluster)
     config = _settings(path, overrides)

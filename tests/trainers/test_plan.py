@@ -109,6 +109,15 @@ def test_rates_of_a_file_take_the_place_of_the_usual_ones(run, tmp_path):
         plan(run, gpus="h200:4", rates=rates)
 
 
+def test_gpus_of_another_kind_are_as_fast_as_their_data_sheets_say_beside_an_h200s(run, tmp_path):
+    known, other, alike = plan(run, gpus="h200:4"), plan(run, gpus="b200:4"), plan(run, gpus="l40s:4", memory=139.8)
+    peak, seconds = r"of ([\d,]+) TFLOP/s", r"training ([\d.]+)"
+    assert (figure(known, peak), figure(other, peak), figure(alike, peak)) == (795, 1804, 795)
+    assert figure(other, seconds) == pytest.approx(figure(known, seconds) / 2.27, rel=0.05)
+    (rates := tmp_path / "rates.toml").write_text("train = {peak = 1e15}\n")
+    assert figure(plan(run, gpus="b200:4", rates=rates), peak) == 1000
+
+
 def test_of_a_run_without_vllm_only_the_actor_is_planned(run):
     run.write_text('env = "Math-v0"\nmodel = "mine/Dense"\n[actor]\nactivation_checkpointing = "full"\n')
     said = plan(run, gpus="h200:1").splitlines()
