@@ -197,11 +197,15 @@ class _Threads(ThreadPoolExecutor):
         pass
 
 
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors that a group of them is made of, such as an asyncio.TaskGroup raises; else the error."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [leaf for one in inner for leaf in _leaves(one)] or [error]
+
+
 def _env_failure(error: BaseException) -> EnvFailure | None:
     """The EnvFailure that an error is, or that it groups."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for inner in error.exceptions if (found := _env_failure(inner)) is not None), None)
-    return error if isinstance(error, EnvFailure) else None
+    return next((leaf for leaf in _leaves(error) if isinstance(leaf, EnvFailure)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -224,10 +228,16 @@ def _code(error: BaseException) -> str | None:
 
 
 def _described(error: BaseException) -> str:
-    summary = "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
-    if isinstance(error, ProgramFailed):
-        return str(error)
-    return f"{summary}\n{''.join(traceback.format_tb(error.__traceback__, limit=-4))}".rstrip()
+    """With the first error of a group, and where that was raised."""
+    first = _leaves(error)[0]
+    if isinstance(first, ProgramFailed):
+        return str(first)
+    place = traceback.format_tb(first.__traceback__ or error.__traceback__, limit=-4)
+    return "\n".join([*dict.fromkeys(map(_summary, (error, first))), "".join(place)]).rstrip()
+
+
+def _summary(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()[:_LONGEST]
 
 
 def _release(error: BaseException) -> None:

@@ -54,8 +54,14 @@ def test_a_row_without_a_rubric_is_judged_by_that_of_the_env_and_criteria_are_pa
 
 
 def test_compared_with_the_reference_in_both_orders(rows):
-    judge = Scripted('{"winner": "A"}', '{"winner": "B"}')
-    assert played(judge=judge, mode="compare", **rows)[1] == 1.0 and len(judge.asked) == 2
+    asked = []
+
+    def judge(observation):
+        asked.append(user := observation["messages"][1]["content"])
+        return '{"winner": "A"}' if user.index("Hoi.") < user.index("Hallo.") else '{"winner": "B"}'
+
+    assert played(judge=judge, mode="compare", **rows)[1] == 1.0
+    assert sorted(user.index("Hoi.") < user.index("Hallo.") for user in asked) == [False, True]
     with pytest.raises(EnvFailure, match="task: task 1 has no reference"):
         played(index=1, judge=judge, mode="compare", **rows)
 

@@ -100,6 +100,19 @@ async def test_whatever_an_agent_raises_fails_its_run_alone(play, error, kind):
     assert (await play(lambda ctx: 1)).reward == 1
 
 
+async def test_of_tasks_that_failed_together_the_first_is_told_with_its_place(play):
+    async def agent(ctx):
+        async def lose():
+            raise KeyError("board")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lose())
+
+    failure = await failure_of(play, agent)
+    assert failure.reason == "agent" and "ExceptionGroup: unhandled errors in a TaskGroup" in failure.detail
+    assert "\nKeyError: 'board'\n" in failure.detail and 'raise KeyError("board")' in failure.detail
+
+
 async def test_an_exit_in_a_subtask_fails_the_run(play):
     async def agent(ctx):
         async def leave():

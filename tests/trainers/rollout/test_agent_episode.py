@@ -1,7 +1,9 @@
 import asyncio
 import threading
+from functools import partial
 
 import gymnasium as gym
+import openai
 import pytest
 
 from molt_gym import AgentEnv, EnvFailure, Result, as_policy
@@ -201,16 +203,25 @@ async def test_a_sub_agent_that_outgrew_the_context_truncates_though_another_wen
     assert trajectory.failure is None and trajectory.truncated and trajectory.turns == 1
 
 
-async def test_a_sub_agent_that_the_engine_failed_is_no_failure_of_the_agent(policy_runner):
+@pytest.mark.parametrize("first", ["bad", "good"])
+async def test_a_sub_agent_that_the_engine_failed_is_no_failure_of_the_agent(policy_runner, first):
     def policy(observation):
         if observation["messages"][0]["content"] == "bad":
             raise RuntimeError("out of memory")
         return "yes"
 
     async def run(ctx):
-        async with asyncio.TaskGroup() as group:
-            group.create_task(ask(ctx, [{"role": "user", "content": "bad"}], ctx.openai(max_retries=0)))
-            await ask(ctx, ASK)
+        async def bad():
+            await ask(ctx, [{"role": "user", "content": "bad"}], ctx.openai(max_retries=0))
+
+        asked = [bad, partial(ask, ctx, ASK)]
+        failed = []
+        for one in asked if first == "bad" else reversed(asked):
+            try:
+                await one()
+            except openai.APIError as error:
+                failed.append(error)
+        raise ExceptionGroup("of sub-agents", failed)
 
     trajectory = await play(policy_runner(maker(run), policy, retries=0))
     assert trajectory.failure.reason == "generation" and "out of memory" in trajectory.failure.message
