@@ -195,10 +195,8 @@ class TestTime:
         assert result.timed_out and result.exit_code is None
 
     def test_a_child_in_the_background_does_not_hold_the_call(self, sandbox):
-        begin = time.monotonic()
-        result = sandbox.run(sleeper("background-child"), limits=Limits(seconds=1))
-        assert time.monotonic() - begin <= 10
-        assert result.exit_code == 0
+        result = sandbox.run(sleeper("background-child", 60), limits=Limits(seconds=30))
+        assert result.exit_code == 0 and result.seconds < 30
         assert wait_until_gone("background-child") == []
 
     @pytest.mark.parametrize("ending", ["", "import time; time.sleep(60)"])
@@ -612,7 +610,7 @@ class TestOutput:
         assert result.stdout == f"{text[:50]}\n[... {cut} bytes cut ...]\n{text[-50:]}"
 
     def test_output_before_the_time_limit_is_kept(self, sandbox):
-        result = sandbox.run("print('so far', flush=True)\nwhile True: pass", limits=Limits(seconds=0.5))
+        result = sandbox.run("print('so far', flush=True)\nwhile True: pass", limits=Limits(seconds=2))
         assert result.timed_out and result.stdout == "so far\n"
 
     def test_an_endless_writer_is_ended_in_time(self, sandbox):
