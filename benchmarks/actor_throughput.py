@@ -2,6 +2,7 @@
 
     python benchmarks/actor_throughput.py [--sizes 4B 0.6B] [--only NUMBER ...] [--seconds 190]
     python benchmarks/actor_throughput.py --tiny      # on a CPU, in a minute
+    python benchmarks/actor_throughput.py --only 4 --kernels 30     # and what a step's time goes to
 
 Qwen3 shapes with random weights, written to a temporary folder (10 GB for both sizes). Rows are groups of 8 with a
 prompt of 512 tokens and replies of 512 to 2,048, or single ones of 1,024 to 4,096. Each step is whole: a real actor on
@@ -11,6 +12,9 @@ once; operations that the update needs, without what is computed again; their sh
 peak memory; tokens a second of a pass that only scores, and that over the training pass; mean and largest difference of
 the log-probabilities of a row, packed with others, from those that transformers computes of it alone in the same
 precision. A variant that fails, or for which no time is left, is told so.
+
+`--kernels` traces one more step of each kind of rows: its seconds, how many of them the GPU computes for (on a CPU: all
+operations), and which kernels take most. A GPU that computes for much less than the step waits for the processor.
 """
 
 import argparse
@@ -135,14 +139,33 @@ def measure(actor: LocalActor, scale: Scale, kind: str) -> list[str]:
             f"{scored / rate:5.2f}"]
 
 
+def kernels(actor: LocalActor, rows: list[TrainRow], count: int) -> list[str]:
+    """The `count` kernels that a step takes most time for: milliseconds, share of the step, calls."""
+    where = "cuda" if DEVICE.type == "cuda" else "cpu"
+    started = time.perf_counter()
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, where.upper())]) as trace:
+        actor.train([rows])
+        # How long the trace takes to be written is no part of the step.
+        seconds = time.perf_counter() - started
+    spent = {event.key: (event.self_device_time_total if where == "cuda" else event.self_cpu_time_total, event.count)
+             for event in trace.key_averages()}
+    most = sorted(spent.items(), key=lambda item: -item[1][0])[:count]
+    busy = sum(time for time, _ in spent.values()) / 1e6
+    lines = [f"a step of {seconds:.3f} s, of which {where} computes for {busy:.3f}"]
+    return lines + [f"{time / 1e3:9.2f} ms {time / 1e6 / seconds:6.1%} {calls:6} x {name[:84]}"
+                    for name, (time, calls) in most]
+
+
 def difference(actor: LocalActor, rows: Sequence[TrainRow], plain: torch.Tensor) -> str:
     """Mean and largest, of the first row."""
     apart = (torch.tensor(actor.score(rows)[0]) - plain).abs()
     return f"{apart.mean():.4f}/{apart.max():.4f}"
 
 
-def run(size: str, options: dict[str, Any], path: Path, plain: torch.Tensor, scale: Scale) -> list[str]:
-    """Lines of a variant."""
+def run(
+    size: str, options: dict[str, Any], path: Path, plain: torch.Tensor, scale: Scale, traced: int = 0
+) -> list[str]:
+    """Lines of a variant; traced: how many kernels of a step are printed."""
     overrides = {f"actor__{name}": value for name, value in options.items()}
     config = load_config("Any-v0", overrides={
         "actor__micro_batch_tokens": scale.tokens, "actor__lr": 1e-7, "rollout__max_context": 8192, **overrides})
@@ -154,6 +177,8 @@ def run(size: str, options: dict[str, Any], path: Path, plain: torch.Tensor, sca
         for kind in ("groups", "single"):
             lines.append(" ".join([f"{size:6} {name:38}", *measure(actor, scale, kind), f"{apart:>13}"]))
             print(lines[-1], flush=True)
+            if traced:
+                print("\n".join(kernels(actor, scale.rows(kind, 0), traced)), flush=True)
     except Exception:  # noqa: BLE001  the other variants are of interest all the same
         lines.append(f"{size:6} {name:38} failed: {traceback.format_exc().splitlines()[-1][:90]}")
         print(traceback.format_exc(), flush=True)
@@ -168,6 +193,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["4B", "0.6B"], choices=SHAPES)
     parser.add_argument("--seconds", type=float, default=190.0, help="after which no variant is begun")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of variants, from 0 on in the order of the script")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="print the N that take most of a step")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     sizes, scale = (["tiny"], Scale(256, 2, 16, 2048)) if options.tiny else (options.sizes, Scale())
@@ -187,7 +213,7 @@ def main() -> None:
                 if size not in made:
                     write_model(size, scale.vocab, path)
                     made[size] = plain_logprobs(path, scale.rows("groups", 0)[0])
-                lines += run(size, variant, path, made[size], scale)
+                lines += run(size, variant, path, made[size], scale, options.kernels)
             except Exception:  # noqa: BLE001  the same
                 lines.append(f"{size:6} {variant} failed: {traceback.format_exc().splitlines()[-1][:90]}")
                 print(traceback.format_exc(), flush=True)

@@ -63,7 +63,7 @@ class TrainRow:
         """[L] ids, in which images are told apart."""
         return keyed(self.ids, self.images) if self.images else self.ids
 
-    @property
+    @cached_property
     def trained(self) -> list[int]:
         """Positions whose id is trained; the first id of a row has no predecessor that could score it."""
         return [position for position, bit in enumerate(self.mask) if bit and position]
