@@ -17,21 +17,8 @@ from reprlib import repr as _show
 from typing import Any
 
 __all__ = [
-    "ROLES",
-    "Conversation",
-    "InternedMessage",
-    "InternedTools",
-    "Message",
-    "arguments_of",
-    "canonical",
-    "digest_of",
-    "digest_of_tools",
-    "digests_of",
-    "has_digest",
-    "same_message",
-    "text_length",
-    "text_of",
-    "validate_conversation",
+    "ROLES", "Conversation", "InternedMessage", "InternedTools", "Message", "arguments_of", "canonical", "digest_of",
+    "digest_of_tools", "digests_of", "has_digest", "same_message", "text_length", "text_of", "validate_conversation",
     "validate_message",
 ]
 

@@ -111,13 +111,14 @@ def plan(path: Path, overrides: Mapping[str, Any] | None = None, *, gpus: str | 
     if schema is SftConfig:
         return _sft_plan(path, overrides, cluster)
     config = _settings(path, overrides)
-    model = Model.of(config, config.model, path)
+    model = Model.of(config, config.model, path, cluster.memory)
     colocated, told = _places(config, cluster)
     share = config.rollout.engine_args.get("gpu_memory_utilization") or (
         ALONE if not colocated else LENT_GPU if config.rollout.release_memory else SHARED_GPU)
     alone = config.rollout.release_memory or config.rollout.engine == "transformers"
     taken = cluster.memory * share if colocated and not alone else 0.0
-    lines = [*_head(model, cluster, told), model.actor_line(cluster.memory - taken, _beside(config, model, path))]
+    beside = _beside(config, model, path, cluster)
+    lines = [*_head(model, cluster, told), model.actor_line(cluster.memory - taken, beside)]
     if config.rollout.engine == "transformers":
         return "\n".join([*lines, "engine    transformers, beside the first rank; seconds are told of vllm alone"])
     fleet = Fleet.of(config, model.shape, model.cached, cluster.memory * share * GIB, measured.engine)
@@ -139,7 +140,7 @@ def _sft_plan(path: Path, overrides: Mapping[str, Any] | None, cluster: Cluster)
     if ranks > cluster.gpus:
         raise ConfigError(f"actor.world_size: {ranks} ranks for the {cluster.gpus} GPUs of a node, and sft runs on "
                           "one; write at most that")
-    model = Model.of(actor_config(sft), sft.model, path)
+    model = Model.of(actor_config(sft), sft.model, path, cluster.memory)
     each = -(-sft.batch_size // model.training.sizes.dp)
     return "\n".join([*_head(model, cluster, f"{ranks} ranks"), model.actor_line(cluster.memory, {}),
                       f"step      {sft.batch_size} conversations, {each} a share"])
@@ -161,12 +162,13 @@ class Model:
     config: Any
 
     @classmethod
-    def of(cls, config: Config, name: str | None, path: Path) -> "Model":
-        """That of a run. Raises ConfigError where it cannot be computed, or cut so."""
+    def of(cls, config: Config, name: str | None, path: Path, memory: float) -> "Model":
+        """That of a run on GPUs of so many GiB. Raises ConfigError where it cannot be computed, or cut so."""
         file = model_file(name, path)
         read = AutoConfig.from_pretrained(file)
         check_architecture(read, config.rollout.max_context)
-        shape, training = planned(ActorSpec(str(file), config, pick_dtype(config.actor.dtype, True), 1))
+        spec = ActorSpec(str(file), config, pick_dtype(config.actor.dtype, True), 1)
+        shape, training = planned(spec, memory * GIB)
         return cls(name or "", file, shape, training, read.get_text_config())
 
     @property
@@ -202,18 +204,13 @@ def model_file(name: str | None, path: Path) -> Path:
                       f"that file there as {tried[1]}")
 
 
-def _beside(config: Config, model: Model, path: Path) -> dict[str, float]:
+def _beside(config: Config, model: Model, path: Path, cluster: Cluster) -> dict[str, float]:
     """GiB of a rank that the arithmetic of the actor leaves out."""
-    taken, sizes = {}, model.training.sizes
-    if config.algorithm.teacher and config.algorithm.teacher_engine == "actor":
-        teacher = Model.of(config, config.algorithm.teacher, path).shape
-        more = (teacher.parameters() - model.shape.parameters()) / sizes.shards + teacher.embeddings
-        taken["a larger teacher"] = max(0.0, model.training.compute * more / GIB)
-    if sizes.ep > 1:
-        # nemo_automodel has all tokens of an ep group on each of its ranks: what goes in, comes out, and a gradient.
-        gathered = 3 * sizes.ep * model.training.tokens * model.shape.hidden * model.training.compute
-        taken["tokens of the ep group"] = gathered / GIB
-    return taken
+    if not config.algorithm.teacher or config.algorithm.teacher_engine != "actor":
+        return {}
+    teacher = Model.of(config, config.algorithm.teacher, path, cluster.memory).shape
+    more = (teacher.parameters() - model.shape.parameters()) / model.training.sizes.shards + teacher.embeddings
+    return {"a larger teacher": max(0.0, model.training.compute * more / GIB)}
 
 
 def _places(config: Config, cluster: Cluster) -> tuple[bool, str]:

@@ -45,11 +45,13 @@ def actor_config(config: SftConfig) -> Config:
     return load_config("sft", overrides={"actor": actor, "rollout": rollout, "algorithm": {"loss": "reinforce"}})
 
 
-def window(examples: Sequence[Example], config: SftConfig) -> list[TrainRow]:
-    """The rows of an update: each token weighs the same, and conversations are packed as a micro-batch holds them."""
+def window(examples: Sequence[Example], most: int, shares: int) -> list[TrainRow]:
+    """The rows of an update: each token weighs the same, and conversations are packed as a micro-batch of `most` tokens
+    holds them, yet so that there is a part for each of the shares.
+    """
     tokens = sum(example.trained for example in examples)
     sizes = [sum(len(row.ids) for row in example.rows) for example in examples]
-    limit = min(config.actor.micro_batch_tokens, math.ceil(sum(sizes) / Sizes.of(config.actor).dp))
+    limit = min(most, math.ceil(sum(sizes) / shares))
     rows: list[TrainRow] = []
     for example, group in zip(examples, first_fit(sizes, limit), strict=True):
         rows += [train_row(row, 1.0, 1 / tokens, len(rows) + place, group) for place, row in enumerate(example.rows)]
@@ -137,7 +139,7 @@ class SftLoop:
         started = time.perf_counter()
         examples, epoch = self._chosen()
         self.whole = False
-        found = self.actor.train([window(examples, self.config)])
+        found = self.actor.train([self._window(examples)])
         if found.get("policy/nan_logprobs", 0) > 0 or not math.isfinite(found["policy/loss"]):
             raise RunFailed(f"step {self.step + 1}: log-probabilities are not finite; write a lower actor.lr, or "
                             "actor.dtype = 'float32'")
@@ -152,6 +154,9 @@ class SftLoop:
         loss, rate = number(metrics["train/loss"]), metrics["optim/lr"]
         self.progress.message(f"step {self.step:>{len(str(self.total))}}/{self.total}  loss {loss}  {tokens:,} tokens"
                               f"  lr {rate:.2e}  {seconds:.1f} s")
+
+    def _window(self, examples: Sequence[Example]) -> list[TrainRow]:
+        return window(examples, self.actor.micro_batch_tokens, Sizes.of(self.config.actor).dp)
 
     def _chosen(self) -> tuple[list[Example], int]:
         size = self.config.batch_size
@@ -182,7 +187,7 @@ class SftLoop:
         total, tokens = 0.0, 0
         for start in range(0, len(self.held_out), _SCORED_AT_ONCE):
             part = self.held_out[start : start + _SCORED_AT_ONCE]
-            for logprobs in self.actor.score(window(part, self.config)):
+            for logprobs in self.actor.score(self._window(part)):
                 total, tokens = total - math.fsum(logprobs), tokens + len(logprobs)
         return total / tokens, tokens
 

@@ -41,11 +41,7 @@ SHUTDOWN_TIMEOUT = 2.0
 """Seconds that answers under way get when the server closes."""
 
 _CHAT, _RESPONSES, _MESSAGES = ChatCompletions(), Responses(), AnthropicMessages()
-_WIRES: dict[str, Wire] = {
-    "/v1/chat/completions": _CHAT,
-    "/v1/responses": _RESPONSES,
-    "/v1/messages": _MESSAGES,
-}
+_WIRES: dict[str, Wire] = {"/v1/chat/completions": _CHAT, "/v1/responses": _RESPONSES, "/v1/messages": _MESSAGES}
 _COUNT = "/v1/messages/count_tokens"
 
 
@@ -229,8 +225,7 @@ def _models(name: str, anthropic: bool) -> dict[str, Any]:
     if name not in ("", MODEL):
         raise WireError("not_found", f"model {name!r}: there is one, {MODEL!r}", code="model_not_found")
     if anthropic:
-        entry = {"type": "model", "id": MODEL, "display_name": MODEL,
-                 "created_at": "1970-01-01T00:00:00Z"}
+        entry = {"type": "model", "id": MODEL, "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
         page = {"data": [entry], "has_more": False, "first_id": MODEL, "last_id": MODEL}
     else:
         entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "molt-gym"}
@@ -260,8 +255,7 @@ def _error(wire: Wire, error: WireError) -> web.Response:
 
 
 def _too_large() -> WireError:
-    return WireError("too_large", f"body: has more than {MAX_BODY} bytes; send less",
-                     code="request_too_large")
+    return WireError("too_large", f"body: has more than {MAX_BODY} bytes; send less", code="request_too_large")
 
 
 def _no_such_route(method: str, path: str) -> WireError:

@@ -11,16 +11,6 @@ from .template import ChatTemplateError
 from .trajectory import Failure, Row, RowRef, Trajectory, read_jsonl, write_jsonl
 
 __all__ = [
-    "ChatTemplateError",
-    "Failure",
-    "Generation",
-    "Prompt",
-    "Renderer",
-    "Row",
-    "RowRef",
-    "Sampling",
-    "TokenGraph",
-    "Trajectory",
-    "read_jsonl",
-    "write_jsonl",
+    "ChatTemplateError", "Failure", "Generation", "Prompt", "Renderer", "Row", "RowRef", "Sampling", "TokenGraph",
+    "Trajectory", "read_jsonl", "write_jsonl",
 ]

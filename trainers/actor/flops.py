@@ -58,8 +58,7 @@ class Cost:
         counts = {"operations": self.token * batch.tokens + self.scored * len(batch.sources) + self.pair * batch.pairs}
         if tokens:
             counts |= {"tokens": batch.tokens, "trained": len(batch.targets)}
-        return {_SECTION + name: torch.tensor([count, 0.0], dtype=torch.float64)
-                for name, count in counts.items()}
+        return {_SECTION + name: torch.tensor([count, 0.0], dtype=torch.float64) for name, count in counts.items()}
 
 
 def _both(weight: torch.Tensor) -> float:

@@ -51,7 +51,10 @@ class FsdpActor:
         self._device = torch.device("cuda", self._rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self._device)
-        self._sums_first = admitted(spec)
+        # GPUs of several kinds hold different amounts, and ranks must make the same passes.
+        agreed = torch.tensor(admitted(spec), device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        self.micro_batch_tokens, self._sums_first = agreed.tolist()
         self._layout = Layout.of(Sizes.of(spec.config.actor), self._device.type)
         load = partial(load_policy, layout=self._layout, compute=spec.dtype,
                        max_context=spec.config.rollout.max_context, options=self._config.actor)
@@ -115,7 +118,7 @@ class FsdpActor:
         """One update on some rows of the window; names: prefixes of the metrics of loss and optimizer."""
         total: Metrics = {}
         whole = self._layout.sizes.shards == 1
-        for batch, own, last in self._dealer.dealt(rows, self._config.actor.micro_batch_tokens, window):
+        for batch, own, last in self._dealer.dealt(rows, self.micro_batch_tokens, window):
             learner.policy.set_requires_gradient_sync(last or not self._sums_first)
             # A rank that has all weights gathers them at once: they stay until the optimizer changes them.
             learner.policy.set_reshard_after_backward(last or not whole)
@@ -205,7 +208,7 @@ class FsdpActor:
     def _score(self, rows: Sequence[TrainRow], tell: Mapping[str, Tell]) -> dict[str, Scores]:
         """What each of `tell` says of the trained tokens; all ranks need it for their shares of windows."""
         told: list[tuple[Order, dict[str, Tensor]]] = []
-        limit = self._config.actor.logprob_micro_batch_tokens or 4 * self._config.actor.micro_batch_tokens
+        limit = self._config.actor.logprob_micro_batch_tokens or 4 * self.micro_batch_tokens
         for batch, own, _ in self._dealer.dealt(rows, limit, rows) if tell else ():
             values = {name: one(batch) for name, one in tell.items()}
             if own:

@@ -78,6 +78,11 @@ class LocalActor:
         """Optimizer updates so far."""
         return self._first.updates
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a forward pass."""
+        return self._first.micro_batch_tokens
+
     def train(self, windows: Sequence[Sequence[TrainRow]], kl: float | None = None) -> dict[str, float]:
         """One optimizer update a window."""
         return self._call("train", windows, kl)

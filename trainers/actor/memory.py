@@ -16,6 +16,12 @@ MASTER = 4
 HEAD_CHUNK = 2048
 """Positions whose logits exist at the same time."""
 
+TOKENS = (16_384, 8192, 4096, 2048)
+"""Of a micro-batch, if it is not told how many: the first that fits, on a CPU the last."""
+PASSING = 0.2
+"""Share of a device's memory that such a micro-batch may take."""
+_OF_TOKENS = ("activations", "logits, or a layer again", "tokens of the ep group")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -60,8 +66,19 @@ def needs(shape: Shape, plan: Plan, whole_gradient: bool = False) -> dict[str, f
         "frozen models": compute * own * plan.frozen,
         "activations": tokens * activations(shape, plan),
         "logits, or a layer again": max(logits, tokens * again),
+        # nemo_automodel has all tokens of an ep group on each of its ranks: what goes in, comes out, and a gradient.
+        "tokens of the ep group": 3 * sizes.ep * tokens * shape.hidden * compute if sizes.ep > 1 else 0,
     }
     return {name: amount for name, amount in needed.items() if amount}
+
+
+def micro_batch_tokens(shape: Shape, plan: Plan, memory: float | None) -> int:
+    """How many a device with so many bytes (None: a CPU) is to train at once, whatever the plan says."""
+    for tokens in () if memory is None else TOKENS[:-1]:
+        needed = needs(shape, replace(plan, tokens=tokens))
+        if sum(needed.get(name, 0) for name in _OF_TOKENS) <= PASSING * memory and sum(needed.values()) <= memory:
+            return tokens
+    return TOKENS[-1]
 
 
 def activations(shape: Shape, plan: Plan) -> float:

@@ -75,8 +75,7 @@ class Routing:
 
 def _is_router(module: nn.Module) -> bool:
     """Transformers calls them so; those of nemo_automodel have a place for a replay. Both project by a weight."""
-    return hasattr(module, "weight") and (
-        hasattr(module, "router_replay") or type(module).__name__.endswith("Router"))
+    return hasattr(module, "weight") and (hasattr(module, "router_replay") or type(module).__name__.endswith("Router"))
 
 
 def _install(router: nn.Module, replay: Replay) -> None:

@@ -241,8 +241,7 @@ class VllmEngine:
     async def _call(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
         if not self._host.ready.done():
             await self._answer("start", asyncio.shield(asyncio.wrap_future(self._host.ready)), START_TIMEOUT)
-        return await self._answer(name, asyncio.wrap_future(self._host.call(name, *arguments)),
-                                  timeout or CALL_TIMEOUT)
+        return await self._answer(name, asyncio.wrap_future(self._host.call(name, *arguments)), timeout or CALL_TIMEOUT)
 
     async def _answer(self, name: str, answer: "asyncio.Future[Any]", timeout: float) -> Any:
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from molt_gym.errors import ConfigError, RunFailed
+from molt_gym.trainers.actor import admission
 from molt_gym.trainers.actor.actor import ActorLost
 from molt_gym.trainers.actor.dealing import balance
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
@@ -182,6 +183,21 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_within_seconds(
     finally:
         actor.close()
     assert not ranks_of(actor)
+
+
+def test_ranks_on_gpus_of_several_sizes_train_micro_batches_that_each_can_hold(
+    pair: LocalActor, spec: Build, random_rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.close()
+    # The other rank is a process of its own, which knows of no GPU.
+    monkeypatch.setattr(admission, "device_memory", lambda: 100 << 30)
+    for world, tokens in ((1, 16384), (2, 2048)):
+        actor = LocalActor(spec(actor__world_size=world))
+        try:
+            assert actor.micro_batch_tokens == tokens
+            actor.train([random_rows(200, 4)])
+        finally:
+            actor.close()
 
 
 def test_a_rank_that_alone_cannot_go_on_ends_the_call_within_seconds_and_says_why(

@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from molt_gym.errors import ConfigError
 from molt_gym.trainers.actor import head
 from molt_gym.trainers.actor.admission import describe as describe_run
+from molt_gym.trainers.actor.admission import planned
 from molt_gym.trainers.actor.attention import ATTENTION, Visible
 from molt_gym.trainers.actor.fsdp_actor import ActorSpec
 from molt_gym.trainers.actor.launch import LocalActor
-from molt_gym.trainers.actor.memory import GIB, HEAD_CHUNK, Plan, activations, describe, fit, needs
+from molt_gym.trainers.actor.memory import GIB, HEAD_CHUNK, Plan, activations, describe, fit, micro_batch_tokens, needs
 from molt_gym.trainers.actor.sizes import Shape, Sizes
 
 DENSE = Shape.of({
@@ -112,6 +115,39 @@ def test_an_actor_is_refused_before_its_ranks_are_started(spec: Callable[..., Ac
     with pytest.raises(ConfigError, match="actor.tp: 4 does not divide the model's 2 key-value heads"):
         LocalActor(spec(actor__world_size=4, actor__tp=4))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("checkpointing", "memory", "tokens"), [
+    ("none", None, 2048), ("full", H200, 16384), ("selective", H200, 8192), ("none", H200, 4096),
+    ("none", 80 * GIB, 2048),
+])
+def test_a_micro_batch_takes_a_fifth_of_a_gpu_if_it_is_not_told_how_much(
+    checkpointing: str, memory: float | None, tokens: int
+) -> None:
+    plan = Plan(Sizes(), 1, checkpointing)
+    assert micro_batch_tokens(DENSE, plan, memory) == tokens
+    assert micro_batch_tokens(DENSE, replace(plan, tokens=100_000), memory) == tokens
+
+
+def test_what_all_experts_are_handed_counts_too() -> None:
+    found = [micro_batch_tokens(SPARSE, Plan(Sizes(256, ep=ep), 1, "full"), H200) for ep in (8, 64, 256)]
+    assert found == sorted(found, reverse=True) and found[0] > found[-1] == 2048
+
+
+@given(memory=st.floats(8, 300), world=st.sampled_from([1, 2, 8]), mode=st.sampled_from(["none", "selective", "full"]))
+def test_nothing_that_fits_is_refused_for_want_of_a_number(memory: float, world: int, mode: str) -> None:
+    plan = Plan(Sizes(world), 2048, mode)
+    try:
+        fit(DENSE, plan, memory * GIB)
+    except ConfigError:
+        return
+    fit(DENSE, replace(plan, tokens=micro_batch_tokens(DENSE, plan, memory * GIB)), memory * GIB)
+
+
+def test_a_run_is_planned_for_the_memory_that_there_is_and_by_what_it_is_told(spec: Callable[..., ActorSpec]) -> None:
+    assert planned(spec(), None)[1].tokens == 2048
+    assert planned(spec(), H200)[1].tokens == 16384
+    assert planned(spec(actor__micro_batch_tokens=512), H200)[1].tokens == 512
 
 
 def test_a_run_is_planned_by_its_options(spec: Callable[..., ActorSpec]) -> None:
