@@ -57,8 +57,7 @@ class ActorConfig(Section):
     max_grad_norm: Positive = 1.0
     """Gradients are clipped to this norm."""
     micro_batch_tokens: Count | None = None
-    """Most tokens of a forward pass; a longer row gets one of its own. Without it 2,048, on GPUs as many more, up to
-    16,384, as a fifth of the memory can train."""
+    """Most tokens of a forward pass, or one longer row; without it 2,048, on GPUs what fits, up to 16,384."""
     logprob_micro_batch_tokens: Count | None = None
     """The same for passes without gradients; without it, 4 times micro_batch_tokens."""
     head_dtype: Literal["auto", "float32"] = "auto"

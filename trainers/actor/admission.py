@@ -8,6 +8,8 @@ from transformers import AutoConfig
 
 from molt_gym.errors import ConfigError
 
+from ..config import Config
+from ..rollout.vllm_spec import SHARED_GPU
 from . import memory
 from .memory import Plan, fit
 from .scoring import Scoring
@@ -68,5 +70,13 @@ def planned(spec: "ActorSpec", known: float | None) -> tuple[Shape, Plan]:
     shape = Shape.of(config.to_dict() | named)
     check_sizes(shape, plan.sizes)
     if actor.micro_batch_tokens is None:
-        plan = replace(plan, tokens=memory.micro_batch_tokens(shape, plan, known))
+        plan = replace(plan, tokens=memory.micro_batch_tokens(shape, plan, known and known * _left(spec.config)))
     return shape, plan
+
+
+def _left(config: Config) -> float:
+    """The share of a GPU's memory that an engine leaves which may be beside the actor."""
+    rollout, elsewhere = config.rollout, config.placement == "ray" and config.ray.layout == "disaggregate"
+    if rollout.engine != "vllm" or rollout.release_memory or elsewhere:
+        return 1.0
+    return 1 - (rollout.engine_args.get("gpu_memory_utilization") or SHARED_GPU)

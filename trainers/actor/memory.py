@@ -18,8 +18,8 @@ HEAD_CHUNK = 2048
 
 TOKENS = (16_384, 8192, 4096, 2048)
 """Of a micro-batch, if it is not told how many: the first that fits, on a CPU the last."""
-PASSING = 0.2
-"""Share of a device's memory that such a micro-batch may take."""
+PASSING, FILLED = 0.3, 0.9
+"""Shares of a device's memory that such a micro-batch may take, and the actor with it."""
 _OF_TOKENS = ("activations", "logits, or a layer again", "tokens of the ep group")
 
 
@@ -76,7 +76,8 @@ def micro_batch_tokens(shape: Shape, plan: Plan, memory: float | None) -> int:
     """How many a device with so many bytes (None: a CPU) is to train at once, whatever the plan says."""
     for tokens in () if memory is None else TOKENS[:-1]:
         needed = needs(shape, replace(plan, tokens=tokens))
-        if sum(needed.get(name, 0) for name in _OF_TOKENS) <= PASSING * memory and sum(needed.values()) <= memory:
+        passing = sum(needed.get(name, 0) for name in _OF_TOKENS)
+        if passing <= PASSING * memory and sum(needed.values()) <= FILLED * memory:
             return tokens
     return TOKENS[-1]
 

@@ -3,10 +3,11 @@
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -121,7 +122,7 @@ def test_an_actor_is_refused_before_its_ranks_are_started(spec: Callable[..., Ac
     ("none", None, 2048), ("full", H200, 16384), ("selective", H200, 8192), ("none", H200, 4096),
     ("none", 80 * GIB, 2048),
 ])
-def test_a_micro_batch_takes_a_fifth_of_a_gpu_if_it_is_not_told_how_much(
+def test_a_micro_batch_takes_a_part_of_a_gpu_if_it_is_not_told_how_much(
     checkpointing: str, memory: float | None, tokens: int
 ) -> None:
     plan = Plan(Sizes(), 1, checkpointing)
@@ -135,6 +136,7 @@ def test_what_all_experts_are_handed_counts_too() -> None:
 
 
 @given(memory=st.floats(8, 300), world=st.sampled_from([1, 2, 8]), mode=st.sampled_from(["none", "selective", "full"]))
+@example(memory=85, world=1, mode="none")
 def test_nothing_that_fits_is_refused_for_want_of_a_number(memory: float, world: int, mode: str) -> None:
     plan = Plan(Sizes(world), 2048, mode)
     try:
@@ -148,6 +150,17 @@ def test_a_run_is_planned_for_the_memory_that_there_is_and_by_what_it_is_told(sp
     assert planned(spec(), None)[1].tokens == 2048
     assert planned(spec(), H200)[1].tokens == 16384
     assert planned(spec(actor__micro_batch_tokens=512), H200)[1].tokens == 512
+
+
+def test_a_run_beside_an_engine_is_planned_for_what_that_leaves(spec: Callable[..., ActorSpec]) -> None:
+    def tokens(known: int, **options: Any) -> int:
+        return planned(spec(**options), known)[1].tokens
+
+    beside = {"rollout__engine": "vllm", "rollout__engine_args": {"gpu_memory_utilization": 0.9}}
+    known = next(1 << power for power in range(40) if tokens(1 << power) == 16384)
+    assert tokens(known, **beside) < 16384
+    assert tokens(known, **beside, rollout__release_memory=True) == 16384
+    assert tokens(known, **beside, placement="ray", ray__layout="disaggregate") == 16384
 
 
 def test_a_run_is_planned_by_its_options(spec: Callable[..., ActorSpec]) -> None:
