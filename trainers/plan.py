@@ -28,7 +28,7 @@ from .placement.places import Parts, choose
 from .plan_parts import Fleet, rollout_lines, step_lines
 from .plan_rates import Rates, TrainRates
 from .rollout.mixture import split
-from .rollout.vllm_spec import LENT_GPU, SHARED_GPU, engine_workers
+from .rollout.vllm_spec import LENT_GPU, SHARED_GPU, engine_workers, memory_share
 from .session import merge, mixed_preset, pick_dtype
 from .sft_config import SftConfig
 from .sft_loop import actor_config
@@ -113,8 +113,8 @@ def plan(path: Path, overrides: Mapping[str, Any] | None = None, *, gpus: str | 
     config = _settings(path, overrides)
     model = Model.of(config, config.model, path, cluster.memory)
     colocated, told = _places(config, cluster)
-    share = config.rollout.engine_args.get("gpu_memory_utilization") or (
-        ALONE if not colocated else LENT_GPU if config.rollout.release_memory else SHARED_GPU)
+    share = memory_share(config.rollout.engine_args, ALONE if not colocated else
+                         LENT_GPU if config.rollout.release_memory else SHARED_GPU)
     alone = config.rollout.release_memory or config.rollout.engine == "transformers"
     taken = cluster.memory * share if colocated and not alone else 0.0
     beside = _beside(config, model, path, cluster)

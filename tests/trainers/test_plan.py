@@ -118,6 +118,12 @@ def test_gpus_of_another_kind_are_as_fast_as_their_data_sheets_say_beside_an_h20
     assert figure(plan(run, gpus="b200:4", rates=rates), peak) == 1000
 
 
+@pytest.mark.parametrize("share", [".22", 0, 1.5, True])
+def test_a_share_of_memory_that_is_none_is_refused_by_name(run, share):
+    with pytest.raises(ConfigError, match=r"rollout.engine_args.gpu_memory_utilization: got .*; write a number"):
+        plan(run, {"rollout.engine_args.gpu_memory_utilization": share}, gpus="h200:4")
+
+
 def test_of_a_run_without_vllm_only_the_actor_is_planned(run):
     run.write_text('env = "Math-v0"\nmodel = "mine/Dense"\n[actor]\nactivation_checkpointing = "full"\n')
     said = plan(run, gpus="h200:1").splitlines()

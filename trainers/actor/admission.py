@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from molt_gym.errors import ConfigError
 
 from ..config import Config
-from ..rollout.vllm_spec import SHARED_GPU
+from ..rollout.vllm_spec import SHARED_GPU, memory_share
 from . import memory
 from .memory import Plan, fit
 from .scoring import Scoring
@@ -79,4 +79,4 @@ def _left(config: Config) -> float:
     rollout, elsewhere = config.rollout, config.placement == "ray" and config.ray.layout == "disaggregate"
     if rollout.engine != "vllm" or rollout.release_memory or elsewhere:
         return 1.0
-    return 1 - (rollout.engine_args.get("gpu_memory_utilization") or SHARED_GPU)
+    return 1 - memory_share(rollout.engine_args, SHARED_GPU)

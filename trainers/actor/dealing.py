@@ -60,8 +60,6 @@ def balance(rows: Sequence[TrainRow], shares: int, pair_cost: float = 0.0) -> li
     """Whole groups dealt to so many shares, which have about the same to compute."""
     if shares == 1:
         return [list(rows)]
-    if shares == 1:
-        return [list(rows)]
     groups = groups_of(rows)
     costs = []
     for group in groups:

@@ -18,9 +18,9 @@ HEAD_CHUNK = 2048
 
 TOKENS = (16_384, 8192, 4096, 2048)
 """Of a micro-batch, if it is not told how many: the first that fits, on a CPU the last."""
-PASSING, FILLED = 0.25, 0.85
-"""Shares of a device's memory that such a micro-batch may take, and the actor with it. What a compiler keeps was
-1.4 times the estimate (4B in benchmarks/results/h200-actor-throughput.md)."""
+PASSING, FILLED = 0.25, 0.7
+"""Shares of a device's memory that such a micro-batch may take, and the actor with it: beside vLLM it took 1.3 times
+the estimate (benchmarks/results/h200-peer-step-4b.md)."""
 _OF_TOKENS = ("activations", "logits, or a layer again", "tokens of the ep group")
 
 

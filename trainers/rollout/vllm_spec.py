@@ -90,6 +90,19 @@ def engine_workers(engine_args: Mapping[str, Any], option: str = "rollout.engine
     return math.prod(sizes.values())
 
 
+def memory_share(engine_args: Mapping[str, Any], default: float) -> float:
+    """Share of a GPU's memory that an engine with these arguments takes.
+
+    Raises:
+        ConfigError: it is no share.
+    """
+    share = engine_args.get("gpu_memory_utilization", default)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ConfigError(f"rollout.engine_args.gpu_memory_utilization: got {share!r}; write a number above 0, at most "
+                          "1")
+    return share
+
+
 def engine_arguments(spec: HostSpec) -> dict[str, Any]:
     """Keyword arguments for AsyncEngineArgs."""
     share = LENT_GPU if spec.release_memory else SHARED_GPU
